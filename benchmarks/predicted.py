@@ -22,10 +22,10 @@ GB = 1e9
 TIMES = ("forward_s", "backward_s", "optimizer_s", "step_s")
 OTHERS = {  # settings that are predicted from what was measured of the demo's own
     "micro-batch 2": ("--training.micro_batch_size", "2"),
-    "halves": ("--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"),
+    "halves": ("--parallel.fsdp_unit", "sublayer"),
     "micro-batch 8": ("--training.micro_batch_size", "8", "--training.global_batch_size", "16"),
     "micro-batch 1": ("--training.micro_batch_size", "1"),
-    "both": ("--training.micro_batch_size", "2", "--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"),
+    "both": ("--training.micro_batch_size", "2", "--parallel.fsdp_unit", "sublayer"),
 }
 
 

@@ -15,7 +15,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from reserved import ARCHITECTURES, HALVES, ROOT, WHOLE, Setting, measure
+from reserved import ARCHITECTURES, ROOT, Setting, measure
 
 TABLE = ROOT / "llama405b/predict/blocks.toml"
 LAYERS, T, WORLD = 5, 3328, 8
@@ -69,20 +69,20 @@ class Event:
 
 
 def main():
-    apart = sections(f"{WHOLE},Embedding")
-    halves = sections(f"{HALVES},Embedding", last="mlp")
-    root, tied = sections(WHOLE), sections(f"{WHOLE},Embedding", tied=True)
+    apart = sections("layer")
+    halves = sections("sublayer", last="mlp")
+    root, tied = sections("layer", embedding=False), sections("layer", tied=True)
     assert (halves["embedding"], halves["head"], halves["end"]) == (apart["embedding"], apart["head"], apart["end"])
     for kind in ("operators", "none"):
-        apart |= of_kind(kind, apart, f"{WHOLE},Embedding")
-        halves |= of_kind(kind, apart, f"{HALVES},Embedding", last="mlp")
-    lora, lora_tied = (sections(f"{WHOLE},Embedding", tied=tied, lora=RANK) for tied in (False, True))
-    fused, fused_tied = (sections(f"{WHOLE},Embedding", tied=tied, fused=True) for tied in (False, True))
-    fused_halves = sections(f"{HALVES},Embedding", last="mlp", fused=True)
+        apart |= of_kind(kind, apart, "layer")
+        halves |= of_kind(kind, apart, "sublayer", last="mlp")
+    lora, lora_tied = (sections("layer", tied=tied, lora=RANK) for tied in (False, True))
+    fused, fused_tied = (sections("layer", tied=tied, fused=True) for tied in (False, True))
+    fused_halves = sections("sublayer", last="mlp", fused=True)
     for kind in ("operators", "none"):
-        fused |= of_kind(kind, fused, f"{WHOLE},Embedding", fused=True)
-        fused_halves |= of_kind(kind, fused, f"{HALVES},Embedding", last="mlp", fused=True)
-        lora |= of_kind(kind, lora, f"{WHOLE},Embedding", lora=RANK)
+        fused |= of_kind(kind, fused, "layer", fused=True)
+        fused_halves |= of_kind(kind, fused, "sublayer", last="mlp", fused=True)
+        lora |= of_kind(kind, lora, "layer", lora=RANK)
     assert (fused["embedding"], fused["end"], fused_tied["end"]) == (apart["embedding"], apart["end"], tied["end"])
     tables = {
         "whole": apart,
@@ -105,18 +105,19 @@ def main():
     return 0
 
 
-def of_kind(kind, usual, wrap, **more):
+def of_kind(kind, usual, unit, **more):
     """Return what layers do that compute less again; all else must be as ``usual``, but for inputs, which reserved.py frees."""
-    found = sections(wrap, kind=kind, **more)
+    found = sections(unit, kind=kind, **more)
     for name in ("embedding", "head", "end"):
         here, there = ([word for word in words if word != "-input"] for words in (found[name], usual[name]))
         assert here == there, f"{name} of {kind} is another"
     return {f"{name}_{kind}": found[name] for name in ("forward", "backward")}
 
 
-def sections(wrap, *, last="layer", tied=False, kind="full", lora=0, fused=False):
+def sections(unit, *, embedding=True, last="layer", tied=False, kind="full", lora=0, fused=False):
     """Run a step, and return its sections; ``last``: the unit that ends a layer's forward."""
-    setting = Setting("llama3.1-8b", WORLD, "all", wrap=wrap, seq_len=T, recompute=kind, lora=lora, fused=fused)
+    more = {"unit": unit, "embedding": embedding, "recompute": kind, "lora": lora, "fused": fused}
+    setting = Setting("llama3.1-8b", WORLD, "all", seq_len=T, **more)
     config = ARCHITECTURES[setting.model] | SHAPE | {"tie_word_embeddings": tied}
     with tempfile.TemporaryDirectory() as scratch:
         history = Path(scratch) / "history"

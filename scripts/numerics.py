@@ -65,7 +65,7 @@ def main():
 
 def trained(start, numerics, rate, ids, steps, seed):
     """Train from these weights; returns those after it, each step's loss, and the mean share of matrices' elements that a step changed."""
-    parallel = Parallel(numerics=numerics, wrap=("LlamaDecoderLayer",), device="cpu")
+    parallel = Parallel(numerics=numerics, fsdp_embedding=False, device="cpu")
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(shard_dtype(parallel))
     model.load_state_dict(start)
     if numerics == "fp8":

@@ -13,7 +13,6 @@ import torch
 
 from llama405b.bench.steps import STEPS, Workload, take_steps
 from llama405b.distributed import ranks
-from llama405b.predict.search import HALF_LAYER_UNITS, LAYER_UNITS
 from llama405b.settings.schema import Parallel
 
 TIMEOUT_S = 120
@@ -21,12 +20,12 @@ GIB = 1 << 30
 PARTS = ("forward", "backward", "optimizer")
 # Layers, S, settings.
 ROWS = (
-    (2, 8192, Parallel(numerics="pure-bf16", wrap=LAYER_UNITS)),
-    (2, 8192, Parallel(numerics="pure-bf16", wrap=HALF_LAYER_UNITS)),
-    (2, 8192, Parallel(numerics="pure-bf16", wrap=HALF_LAYER_UNITS, offload="all")),
-    (1, 8192, Parallel(wrap=HALF_LAYER_UNITS, offload="optimizer")),
-    (1, 8192, Parallel(wrap=HALF_LAYER_UNITS, offload="all")),
-    (1, 4096, Parallel(numerics="pure-bf16", wrap=LAYER_UNITS)),
+    (2, 8192, Parallel(numerics="pure-bf16")),
+    (2, 8192, Parallel(numerics="pure-bf16", fsdp_unit="sublayer")),
+    (2, 8192, Parallel(numerics="pure-bf16", fsdp_unit="sublayer", offload="all")),
+    (1, 8192, Parallel(fsdp_unit="sublayer", offload="optimizer")),
+    (1, 8192, Parallel(fsdp_unit="sublayer", offload="all")),
+    (1, 4096, Parallel(numerics="pure-bf16")),
 )
 
 
@@ -44,7 +43,7 @@ def measure(layers, seq_len, parallel):
         seq_len,
         parallel.numerics,
         parallel.offload,
-        "halves" if "LlamaMLP" in parallel.wrap else "layers",
+        f"{parallel.fsdp_unit}s",
     ]
     print(f"| {' | '.join(map(str, [*place, *times, waited, *memory]))} |", flush=True)
     ranks.leave_process_group()

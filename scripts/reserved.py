@@ -29,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]
 STANDIN = ROOT / "tests/standin/device"
 TABLE = ROOT / "tests/data/reserved.csv"
 ARCHITECTURES = json.loads((PRESET_DIR / "architectures.json").read_text())
-WHOLE, HALVES = "LlamaDecoderLayer", "LlamaAttention,LlamaMLP"
 STEPS = 3
 TIMEOUT_S = 600
 GIB = 1 << 30
@@ -43,11 +42,12 @@ class Setting:
     world: int
     offload: str
     numerics: str = "fp32-master"
-    wrap: str = f"{WHOLE},Embedding"
+    unit: str = "layer"
+    embedding: bool = True
     seq_len: int = 4096
     micro_batch: int = 1
     micro_batches: int = 1
-    loss: str = "logits"
+    loss: str = "full"
     recompute: str = "full"
     activations: str = "device"
     prefetch: int = 0
@@ -68,7 +68,8 @@ class Setting:
         shape = PredictedRun(llama, self.numerics, self.offload, self.world, self.seq_len, self.micro_batch, batch)
         return dataclasses.replace(
             shape,
-            wrap=tuple(self.wrap.split(",")),
+            fsdp_unit=self.unit,
+            fsdp_embedding=self.embedding,
             loss=self.loss,
             recompute=Recompute.parse(self.recompute),
             activations=self.activations,
@@ -90,9 +91,9 @@ SETTINGS = [
     Setting(L405, 64, "all", micro_batch=2),
     Setting(L405, 64, "all", seq_len=8192),
     Setting(L405, 64, "optimizer", seq_len=2048),
-    Setting(L405, 64, "all", wrap=f"{HALVES},Embedding"),
-    Setting(L405, 64, "none", "pure-bf16", wrap=f"{HALVES},Embedding"),
-    Setting(L405, 64, "optimizer", wrap=WHOLE),
+    Setting(L405, 64, "all", unit="sublayer"),
+    Setting(L405, 64, "none", "pure-bf16", unit="sublayer"),
+    Setting(L405, 64, "optimizer", embedding=False),
     Setting(L405, 128, "none"),
     Setting(L405, 32, "all"),
     Setting(L70, 8, "all"),
@@ -101,31 +102,31 @@ SETTINGS = [
     Setting(L70, 32, "none"),
     Setting(L70, 32, "none", micro_batches=2, seq_len=8192),
     Setting(L70, 64, "none", "pure-bf16", micro_batch=2),
-    Setting(L70, 16, "none", "pure-bf16", wrap=f"{HALVES},Embedding", micro_batches=2),
+    Setting(L70, 16, "none", "pure-bf16", unit="sublayer", micro_batches=2),
     Setting(L8, 8, "none"),
     Setting(L8, 8, "none", micro_batch=4),
     Setting(L8, 8, "none", "pure-bf16", micro_batch=2, micro_batches=2),
     Setting(L8, 8, "all", seq_len=8192, micro_batch=2),
-    Setting(L8, 2, "optimizer", wrap=f"{HALVES},Embedding"),
+    Setting(L8, 2, "optimizer", unit="sublayer"),
     Setting(L1, 4, "none", micro_batch=4, micro_batches=2),
     Setting(L8, 1, "optimizer", micro_batch=2),
     Setting(L70, 1, "optimizer", seq_len=512),
     Setting(L1, 1, "none"),
     Setting(L1, 1, "all", micro_batches=2),
-    Setting(L1, 2, "all", wrap=f"{HALVES},Embedding"),
-    Setting(L405, 64, "optimizer", loss="parts"),
-    Setting(L8, 8, "none", micro_batch=4, loss="parts"),
-    Setting(L1, 4, "none", micro_batch=4, micro_batches=2, loss="parts"),
-    Setting(L8, 8, "all", seq_len=8192, wrap=f"{HALVES},Embedding", loss="parts"),
+    Setting(L1, 2, "all", unit="sublayer"),
+    Setting(L405, 64, "optimizer", loss="chunked"),
+    Setting(L8, 8, "none", micro_batch=4, loss="chunked"),
+    Setting(L1, 4, "none", micro_batch=4, micro_batches=2, loss="chunked"),
+    Setting(L8, 8, "all", seq_len=8192, unit="sublayer", loss="chunked"),
     Setting(L405, 64, "optimizer", recompute="operators:16"),
-    Setting(L405, 64, "all", wrap=f"{HALVES},Embedding", recompute="every:64"),
+    Setting(L405, 64, "all", unit="sublayer", recompute="every:64"),
     Setting(L70, 32, "none", recompute="operators:40"),
     Setting(L8, 8, "none", recompute="none"),
     Setting(L8, 8, "none", "pure-bf16", micro_batch=2, micro_batches=2, recompute="operators"),
-    Setting(L8, 8, "all", seq_len=8192, wrap=f"{HALVES},Embedding", recompute="none"),
+    Setting(L8, 8, "all", seq_len=8192, unit="sublayer", recompute="none"),
     Setting(L1, 1, "none", recompute="every:2"),
     Setting(L405, 64, "optimizer", activations="host"),
-    Setting(L405, 16, "all", wrap=f"{HALVES},Embedding", activations="host"),
+    Setting(L405, 16, "all", unit="sublayer", activations="host"),
     Setting(L8, 8, "none", micro_batch=4, recompute="operators", activations="host"),
     Setting(L1, 4, "none", micro_batch=4, micro_batches=2, recompute="every:2", activations="host"),
     Setting(L405, 64, "optimizer", prefetch=2),
@@ -133,15 +134,15 @@ SETTINGS = [
     Setting(L1, 4, "none", micro_batches=2, prefetch=1),
     Setting(L70, 64, "none", reshard_after_forward=8),
     Setting(L8, 8, "all", micro_batches=2, prefetch=2, reshard_after_forward=4),
-    Setting(L8, 8, "none", wrap=f"{HALVES},Embedding", reshard_after_forward=2),
+    Setting(L8, 8, "none", unit="sublayer", reshard_after_forward=2),
     Setting("qwen3-8b", 8, "none"),
     Setting("qwen2.5-7b", 8, "all", micro_batch=2),
-    Setting("mistral-7b", 8, "none", wrap=f"{HALVES},Embedding"),
+    Setting("mistral-7b", 8, "none", unit="sublayer"),
     Setting("olmo2-7b", 8, "none", recompute="operators"),
     Setting(L8, 8, "none", lora=16),
-    Setting(L8, 8, "none", micro_batch=4, loss="parts", lora=16),
-    Setting(L405, 16, "none", loss="parts", activations="host", lora=16),
-    Setting(L405, 8, "all", loss="parts", lora=16),
+    Setting(L8, 8, "none", micro_batch=4, loss="chunked", lora=16),
+    Setting(L405, 16, "none", loss="chunked", activations="host", lora=16),
+    Setting(L405, 8, "all", loss="chunked", lora=16),
     Setting(L405, 32, "none", lora=16),
     Setting(L1, 4, "all", micro_batch=4, micro_batches=2, lora=16),
     Setting(L70, 8, "none", micro_batches=2, recompute="operators:20", lora=64),
@@ -150,11 +151,11 @@ SETTINGS = [
     Setting(L8, 1, "none", lora=16),
     Setting(L405, 64, "optimizer", fused=True),
     Setting(L405, 64, "all", activations="host", recompute="operators:24", fused=True),
-    Setting(L405, 64, "all", loss="parts", micro_batches=2, fused=True),
-    Setting(L8, 8, "none", wrap=f"{HALVES},Embedding", fused=True),
+    Setting(L405, 64, "all", loss="chunked", micro_batches=2, fused=True),
+    Setting(L8, 8, "none", unit="sublayer", fused=True),
     Setting(L8, 8, "none", "pure-bf16", micro_batch=2, recompute="none", fused=True),
     Setting(L1, 4, "none", micro_batch=4, recompute="every:2", fused=True),
-    Setting(L8, 8, "all", wrap=f"{HALVES},Embedding", recompute="none", fused=True),
+    Setting(L8, 8, "all", unit="sublayer", recompute="none", fused=True),
 ]
 
 
@@ -251,12 +252,11 @@ def build(setting, config, me):
     from llama405b.settings.schema import Optimizer, Parallel
 
     leave_out(on_host=setting.offload != "none")
-    wrap = tuple(setting.wrap.split(","))
     parallel = Parallel(
         offload=setting.offload,
         numerics=setting.numerics,
-        wrap=wrap,
-        loss=setting.loss,
+        fsdp_unit=setting.unit,
+        fsdp_embedding=setting.embedding,
         prefetch=setting.prefetch,
         reshard_after_forward=setting.reshard_after_forward,
     )

@@ -65,7 +65,7 @@ MESHES = {  # ranks and settings
     "cp": (2, "--parallel.cp 2"),
     "pp": (2, "--parallel.pp 2"),
     "tp-pp": (4, "--parallel.tp 2 --parallel.pp 2"),
-    "parts": (2, "--parallel.loss parts"),
+    "chunked": (2, "--model.loss chunked"),
     "master": (2, "--parallel.numerics fp32-master --parallel.offload optimizer"),
     "all offloaded": (2, "--parallel.numerics fp32-master --parallel.offload all --model.activations host"),
     "stochastic": (2, "--parallel.numerics bf16-stochastic --model.activation_checkpointing operators"),

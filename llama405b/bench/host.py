@@ -347,7 +347,7 @@ def measure_unit_collectives(run: PredictedRun, rank: Rank) -> list[Figure]:
     gather = scatter = hop_s = 0.0
     if rank.world_size > 1:
         dtype = compute_dtype(run.numerics)
-        n = UnitSizes.from_spec(StageSpec(run.llama)).layer // (1 + run.has_half_layer_units) // rank.world_size
+        n = UnitSizes.from_spec(StageSpec(run.llama)).layer // (1 + run.has_sublayer_units) // rank.world_size
         full, local = (torch.zeros(size, device=rank.device, dtype=dtype) for size in (n * rank.world_size, n))
         single, gathered = torch.zeros(1, device=rank.device), torch.zeros(rank.world_size, device=rank.device)
         small_s = time_all_gather(rank, gathered, single)

@@ -44,7 +44,7 @@ from llama405b.predict import estimate
 from llama405b.predict.estimate import RUNTIME_BYTES, Cluster
 from llama405b.predict.hardware import match_gpu, read_gpus
 from llama405b.predict.run_shape import PredictedRun
-from llama405b.predict.search import LAYER_UNITS, Prediction
+from llama405b.predict.search import Prediction
 from llama405b.settings.axes import Recompute
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Config, Data, Model, Offload, Optimizer, Parallel, Training
@@ -177,7 +177,7 @@ def take_steps(
 ) -> tuple[list[float], StepTiming]:
     """Take steps; return their losses and the median times of the last ``STEPS``."""
     module, updater = _build_model(workload, parallel, rank, model_settings)
-    passes = build_forward_backward(parallel, module, rank)
+    passes = build_forward_backward(parallel, module, rank, model_settings.loss)
     batches = (workload.batches(rank, step, [rank.index]) for step in range(count))
     losses, seconds, work = run_steps(passes, updater, batches, rank)
     del module, passes, updater
@@ -338,15 +338,15 @@ def _take_mesh_steps(parallel: Parallel, rank: Rank) -> tuple[list[float], float
 KNOBS_WORKLOAD = Workload("llama3.1-8b", layers=4, batch=2, seq_len=4096, attention="sdpa", vocab=128_256)
 
 
-BASE_PARALLEL = Parallel(wrap=LAYER_UNITS[:1])  # a layer is a unit
+BASE_PARALLEL = Parallel(fsdp_embedding=False)
 Knobs = dict[str, dict[str, Any]]  # settings of [parallel] and [model], by label
-FSDP2_KNOBS: Knobs = {"embedding": {"wrap": LAYER_UNITS}, "offload": {"offload": "all"}}
+FSDP2_KNOBS: Knobs = {"embedding": {"fsdp_embedding": True}, "offload": {"offload": "all"}}
 FSDP1_KNOBS = FSDP2_KNOBS | {
     "forward prefetch": {"forward_prefetch": True},
     "all-gathers not limited": {"limit_all_gathers": False},
 }
 TRADE_KNOBS: Knobs = {
-    "loss in parts": {"loss": "parts"},
+    "chunked loss": {"loss": "chunked"},
     "operators": {"activation_checkpointing": "operators"},
     "no checkpointing": {"activation_checkpointing": "none"},
     "fused": {"fused": True},
@@ -356,7 +356,7 @@ TRADE_KNOBS: Knobs = {
 }
 COMPILE_KNOBS: Knobs = {"compiled": {"compile": True}}
 FP8_KNOBS: Knobs = COMPILE_KNOBS | {"fp8": {"numerics": "fp8"}}
-COMBINED_KNOBS = ("loss in parts", "no checkpointing", "compiled")
+COMBINED_KNOBS = ("chunked loss", "no checkpointing", "compiled")
 
 
 def recipe_variants(strategy: StrategyName) -> dict[str, Knobs]:

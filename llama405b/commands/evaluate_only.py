@@ -80,7 +80,7 @@ def load_model(config: Config, checkpoint: Resume | None, files: Path, context: 
     module, master = build_model(config, files, context, from_checkpoint=checkpoint is not None, is_trained=False)
     updater = OnDeviceUpdate(module, master, build_optimizer(master, config.optimizer))
     updater.sync_weights()
-    passes = build_forward_backward(config.parallel, module, context.rank)
+    passes = build_forward_backward(config.parallel, module, context.rank, config.model.loss)
     if checkpoint is None:
         return LoadedModel(passes, updater, config.model.path, 0)
     step, path = load_checkpoint(checkpoint, lambda _: None, module, updater, context)

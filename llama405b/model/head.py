@@ -91,7 +91,7 @@ def make_head_loss(
     """
     if user_loss:
         return UserLoss(user_loss)
-    return ChunkedCrossEntropy(head) if kind == "parts" and head is not None else CrossEntropy()
+    return ChunkedCrossEntropy(head) if kind == "chunked" and head is not None else CrossEntropy()
 
 
 def chunked_nll(

@@ -34,39 +34,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from llama405b.contract.errors import UserError
 from llama405b.distributed.ranks import Rank
 from llama405b.model.llama import build_on_meta, llama_name, restore_buffers, strip_wrappers, tie_head
 from llama405b.settings.axes import SHARD_AXES, Axes
 from llama405b.settings.schema import FP32_MASTERS, Parallel
-from llama405b.settings.strategies import Strategy
+from llama405b.settings.strategies import UNIT_CLASSES, Strategy
 
 
 def shard_dtype(parallel: Parallel) -> torch.dtype:
     """Return the dtype of the shards that FSDP gathers from."""
     return torch.bfloat16 if parallel.is_bf16 or parallel.offload == "optimizer" else torch.float32
-
-
-def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
-    """Raise UserError for a class name in ``wrap`` (Llama's names) that the model does not have, and list those it has."""
-    class_names = {llama_name(module, model.config) for module in model.modules()}
-    for name in wrap:
-        if name not in class_names:
-            raise UserError(f"--parallel.wrap: the model has no {name!r}; choose from {', '.join(sorted(class_names))}")
-
-
-def check_units(model: nn.Module, wrap: tuple[str, ...]) -> None:
-    """Raise UserError for units in ``wrap`` that share parameters: nested units, or parts of the head's unit."""
-    units = [module for module in model.modules() if llama_name(module, model.config) in wrap]
-    for unit in units:
-        if unit in (model.model.norm, model.lm_head):
-            raise UserError(
-                f"--parallel.wrap: {type(unit).__name__!r} belongs to the unit of the head and its norm; remove it"
-            )
-        for inner in unit.modules():
-            if inner is not unit and llama_name(inner, model.config) in wrap:
-                names = f"{type(inner).__name__!r} is inside {type(unit).__name__!r}"
-                raise UserError(f"--parallel.wrap: {names}; FSDP2 can shard only one of them, so remove the other")
 
 
 def make_device_mesh(axes: Axes, device_type: str) -> DeviceMesh:
@@ -90,11 +67,7 @@ def shard_model(model: nn.Module, parallel: Parallel, device: torch.device, mesh
     """Turn every parameter into a DTensor that is sharded over the ranks; the model stays on its (meta) device.
 
     ``mesh``: of all ranks, see ``make_device_mesh``; None: plain FSDP over all ranks.
-
-    Raises:
-        UserError: ``parallel.wrap`` names units that share parameters.
     """
-    check_units(model, parallel.wrap)
     mesh = data_mesh(mesh or make_device_mesh(Axes(dp_shard=dist.get_world_size()), device.type))
     reshard: bool | int = parallel.reshard_after_forward or not parallel.strategy_spec.keeps_weights_gathered
     offload: OffloadPolicy = OffloadPolicy()
@@ -107,9 +80,9 @@ def shard_model(model: nn.Module, parallel: Parallel, device: torch.device, mesh
     tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens
     with _shared_post_forward_mesh() if parallel.reshard_after_forward else contextlib.nullcontext():
         for module in list(model.modules()):
-            if llama_name(module, model.config) in parallel.wrap and module is not embedding:
+            if llama_name(module, model.config) in UNIT_CLASSES[parallel.fsdp_unit]:
                 shard_unit(module, reshard_after_forward=reshard)
-    if embedding is not None and not tied and "Embedding" in parallel.wrap:
+    if embedding is not None and not tied and parallel.fsdp_embedding:
         shard_unit(embedding, reshard_after_forward=bool(reshard))
         embedding.set_unshard_in_backward(False)
     if not tied and model.lm_head is not None:  # with pipeline parallelism only the last stage has it
@@ -293,19 +266,11 @@ def unit_name(name: str) -> str:
 def load_fsdp1(
     directory: Path | None, config: PreTrainedConfig, attention: str, parallel: Parallel, rank: Rank
 ) -> nn.Module:
-    """Load the weights on rank 0 (``directory`` None: random), wrap, synchronize; return the FSDP1 module.
-
-    Raises:
-        UserError: ``parallel.wrap`` names a class that the model does not have.
-    """
+    """Load the weights on rank 0 (``directory`` None: random), wrap, synchronize; return the FSDP1 module."""
     model = _build_unwrapped(directory, config, attention, shard_dtype(parallel), rank)
-    check_wrap(model, parallel.wrap)
     tied = config.tie_word_embeddings  # two modules share this weight, so it must stay in the root unit
-    classes = {
-        type(m)
-        for m in model.modules()
-        if llama_name(m, config) in parallel.wrap and not (tied and type(m) is nn.Embedding)
-    }
+    names = UNIT_CLASSES[parallel.fsdp_unit] + ("Embedding",) * (parallel.fsdp_embedding and not tied)
+    classes = {type(module) for module in model.modules() if llama_name(module, config) in names}
 
     def materialize(module: nn.Module) -> None:
         module.to_empty(device=rank.device, recurse=False)

@@ -25,7 +25,7 @@ from llama405b.model.head import CrossEntropy, HeadLoss, make_head_loss
 from llama405b.parallel.fsdp import GradientSync, pop_prefetch_order, restore_prefetch_order, set_last_backward
 from llama405b.parallel.split import PipelineStages, base_attention_name, make_group_along, vocab_parallel_loss
 from llama405b.settings.axes import Axes
-from llama405b.settings.schema import Parallel
+from llama405b.settings.schema import LossMode, Parallel
 from llama405b.spec.rules import MicrobatchPass, pipeline_order
 
 OnPhaseEnd = Callable[[str], None]  # called with the name of each part when it ends: forward, backward
@@ -313,18 +313,20 @@ class Pipeline:
         return chunk == len(self.stage.chunks) - 1 and self.pp_rank == self.axes.pp - 1
 
 
-def build_forward_backward(parallel: Parallel, model: nn.Module, rank: Rank) -> ForwardBackward:
+def build_forward_backward(
+    parallel: Parallel, model: nn.Module, rank: Rank, loss_mode: LossMode = "full"
+) -> ForwardBackward:
     """Build the forward and backward of a model that is split over the ranks.
 
     Raises:
         UserError: The user's module computes a loss of full logits, but no rank has them.
     """
     user_loss = extend.current().loss
-    if user_loss and (parallel.loss == "parts" or rank.axes.tp > 1):
+    if user_loss and (loss_mode == "chunked" or rank.axes.tp > 1):
         raise UserError(
-            "--extend: loss() needs all logits, but no rank has them with loss = parts or tp; remove one of the two"
+            "--extend: loss() needs all logits, but no rank has them with model.loss chunked or tp; remove one of the two"
         )
-    grad_divisor, loss = rank.dp.size * rank.axes.cp, make_head_loss(parallel.loss, model.lm_head, user_loss)
+    grad_divisor, loss = rank.dp.size * rank.axes.cp, make_head_loss(loss_mode, model.lm_head, user_loss)
     if parallel.is_fsdp1:
         return MicrobatchLoop(model, grad_divisor, loss=loss)
     batch_slice = BatchSlice(rank.axes, rank.index, base_attention_name(model.config._attn_implementation))

@@ -35,7 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.model.llama import tie_head
-from llama405b.parallel.fsdp import check_wrap, make_device_mesh, shard_model
+from llama405b.parallel.fsdp import make_device_mesh, shard_model
 from llama405b.settings.axes import AXIS_NAMES, Axes
 from llama405b.settings.schema import LossMode, Parallel
 from llama405b.spec.tensors import ShardLayout
@@ -47,20 +47,22 @@ MODEL_STYLES: dict[str, ParallelStyle] = {
 }
 HEAD_STYLES: dict[
     LossMode, ParallelStyle
-] = {  # logits: each rank has a slice of the vocabulary; parts: the loss is computed alike on all ranks
-    "logits": ColwiseParallel(input_layouts=SEQUENCE_SHARD, output_layouts=Shard(-1), use_local_output=False),
-    "parts": ColwiseParallel(input_layouts=SEQUENCE_SHARD, output_layouts=REPLICATED),
+] = {  # full: each rank has a slice of the vocabulary; chunked: the loss is computed alike on all ranks
+    "full": ColwiseParallel(input_layouts=SEQUENCE_SHARD, output_layouts=Shard(-1), use_local_output=False),
+    "chunked": ColwiseParallel(input_layouts=SEQUENCE_SHARD, output_layouts=REPLICATED),
 }
 
 
-def split_matrices(model: nn.Module, mesh: DeviceMesh, loss: LossMode = "logits") -> None:
+def split_matrices(model: nn.Module, mesh: DeviceMesh, loss_mode: LossMode = "full") -> None:
     """Split the matrices of a model on the meta device over the one-dimensional ``mesh``. Call it before FSDP."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     layers = model.model.layers
     for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
         parallelize_module(layer, mesh, _layer_styles(), src_data_rank=None)
     modules = dict(model.named_modules())
-    styles = {name: style for name, style in (MODEL_STYLES | {"lm_head": HEAD_STYLES[loss]}).items() if name in modules}
+    styles = {
+        name: style for name, style in (MODEL_STYLES | {"lm_head": HEAD_STYLES[loss_mode]}).items() if name in modules
+    }
     parallelize_module(model, mesh, styles, src_data_rank=None)
     tie_head(model)
     for name in frozen:  # torch's styles recreate some parameters, and recreated norms require gradients
@@ -246,16 +248,13 @@ def split_model(
     model: PreTrainedModel,
     parallel: Parallel,
     rank: Rank,
-    before_sharding: Callable[[nn.Module], None] = lambda _: None,
+    before_sharding: Callable[[nn.Module], None] | None = None,
+    loss_mode: LossMode = "full",
 ) -> nn.Module:
     """Split a model on the meta device; return the module that this rank computes with.
 
     ``before_sharding``: called with that module after its matrices are split.
-
-    Raises:
-        UserError: ``parallel.wrap`` names a class that the model does not have, or units that share parameters.
     """
-    check_wrap(model, parallel.wrap)
     mesh, axes = make_device_mesh(rank.axes, rank.device.type), rank.axes
     local_model: nn.Module = model
     if axes.cp > 1:
@@ -267,8 +266,9 @@ def split_model(
             model, local_stages, first=coordinate.rank == 0, last=coordinate.rank == coordinate.size - 1
         )
     if axes.tp > 1:
-        split_matrices(local_model, mesh["tp"], parallel.loss)
-    before_sharding(local_model)
+        split_matrices(local_model, mesh["tp"], loss_mode)
+    if before_sharding:
+        before_sharding(local_model)
     shard_model(local_model, parallel, rank.device, mesh)
     ranks.share_timeout()
     return local_model

@@ -149,7 +149,7 @@ def training_setup(run: PredictedRun, cluster: Cluster) -> TrainingSetup:
     return TrainingSetup(
         ModelShape.from_llama(run.llama), cluster.attained or cluster.gpu, run.world, run.ranks_per_host, cluster.nic_bytes_per_s,
         run.seq_len, run.micro_batch, run.grad_accum_steps, gradient,
-        units=1 + run.has_half_layer_units,
+        units=1 + run.has_sublayer_units,
         update_bytes=run.update_bytes_per_parameter,
         updates_on_host=run.offload != "none",
         norm_bytes=gradient * run.overlap,
@@ -163,7 +163,7 @@ def training_setup(run: PredictedRun, cluster: Cluster) -> TrainingSetup:
         chunks=run.virtual_stages if run.pp > 1 else 1,
         reshard=not run.keeps_weights,
         gathers_once=run.keeps_weights,
-        has_chunked_loss=run.loss == "parts",
+        has_chunked_loss=run.loss == "chunked",
         reshard_group_size=run.kept_by,
         is_this_trainer=True,
         compiled=run.compiled,

@@ -108,7 +108,7 @@ class _MemoryWalk:
         bytes_by_kind = {kind: _kept_bytes(run, spec, kind) for kind in {*self.kinds}}
         self.kept_bytes = [0.0, *itertools.accumulate(map(bytes_by_kind.__getitem__, self.kinds))]  # by so many layers
         self.is_sharded = run.shards > 1  # one rank gathers nothing
-        self.units = (self.sizes.attention, self.sizes.mlp) if run.has_half_layer_units else (self.sizes.layer,)
+        self.units = (self.sizes.attention, self.sizes.mlp) if run.has_sublayer_units else (self.sizes.layer,)
         self.order = [
             *self.units * spec.llama.layers,
             self.sizes.head,
@@ -116,7 +116,7 @@ class _MemoryWalk:
         if run.pp > 1 and any(
             in_flight.had_backward
         ):  # only after a step's last backward does FSDP free the last buffer
-            last_unit = self.sizes.embedding or (self.sizes.attention if run.has_half_layer_units else self.sizes.layer)
+            last_unit = self.sizes.embedding or (self.sizes.attention if run.has_sublayer_units else self.sizes.layer)
             self.live_bytes["reduce-scatter buffers"] = run.gradient_bytes * last_unit
         self.peak = Peak("", {})
         self.last_gather_bytes = 0.0  # of the forward: the buffer of the last all-gather
@@ -128,7 +128,7 @@ class _MemoryWalk:
         """
         run, spec, sizes, hidden = self.run, self.spec, self.sizes, self.hidden_bytes
         layers, layers_to_walk = self.llama.layers, _layers_to_walk(self.kinds)
-        root = sizes.embedding if spec.llama.tied or not run.has_embedding_unit else 0
+        root = sizes.embedding if spec.llama.tied or not run.fsdp_embedding else 0
         if root:
             self._gather("the embedding's forward", root, 0)
         elif spec.has_embedding:
@@ -150,7 +150,7 @@ class _MemoryWalk:
         self._set_kept_layers(
             layers, n_extra=run.activations == "host"
         )  # the last one's, until a layer's backward begins
-        last_unit = sizes.mlp if run.has_half_layer_units else sizes.layer
+        last_unit = sizes.mlp if run.has_sublayer_units else sizes.layer
         if spec.has_head:
             self._walk_head(hidden, last_unit)
         else:
@@ -196,7 +196,7 @@ class _MemoryWalk:
         if sizes.head:
             self._gather("the head's forward", sizes.head, len(self.order))
         self.live_bytes["activations"] = hidden * (4 if run.compute_bytes == 2 else 3) - hidden * run.adapter.is_enabled
-        if run.loss == "parts":
+        if run.loss == "chunked":
             logits = _logits_chunk_bytes(run, self.llama.vocab)
             hidden_grad_bytes = LOSS_BYTES * run.tokens * self.llama.hidden  # the sum over parts
             gathered_hidden_bytes = run.compute_bytes * run.tokens * self.llama.hidden * (run.tp > 1)
@@ -231,7 +231,7 @@ class _MemoryWalk:
         run = self.run
         sizes = self.sizes
         self._set_kept_gathered(layer + 1)
-        if not run.has_half_layer_units:
+        if not run.has_sublayer_units:
             self._regather(sizes.layer, self._prefetched_bytes(1 + layer, bool(layer) * sizes.layer))
             self._set_kept_gathered(layer)
             self.live_bytes["kept activations"] = self.kept_bytes[layer]
@@ -358,7 +358,7 @@ def _in_flight_bytes(run: PredictedRun, spec: StageSpec) -> float:
     input_bytes = hidden_bytes + sum(
         count * (_kept_bytes(run, spec, kind) + hidden_bytes * _keeps_input(run, kind)) for kind, count in kinds.items()
     )
-    logits_bytes = LOSS_BYTES * run.tokens * spec.llama.vocab * (run.loss == "logits")
+    logits_bytes = LOSS_BYTES * run.tokens * spec.llama.vocab * (run.loss == "full")
     return input_bytes + (logits_bytes + _norm_saved_bytes(run, spec, ())) * spec.has_head
 
 

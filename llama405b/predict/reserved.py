@@ -133,7 +133,7 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
     )
     keeps_normed = run.llama.family.query_norms and "none" in run.recompute.layer_kinds(run.llama.layers)
     unsupported_adapter = run.adapter.is_enabled and (
-        {*run.adapter.targets} != {*ADAPTER_TARGETS} or run.has_half_layer_units or not run.has_embedding_unit
+        {*run.adapter.targets} != {*ADAPTER_TARGETS} or run.has_sublayer_units or not run.fsdp_embedding
     )
     if run.compute_bytes != 2 or any(unsupported) or keeps_normed or unsupported_adapter:
         return {}
@@ -147,7 +147,8 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
             run.seq_len,
             run.micro_batch,
             batch,
-            wrap=run.wrap,
+            fsdp_unit=run.fsdp_unit,
+            fsdp_embedding=run.fsdp_embedding,
             loss=run.loss,
             recompute=run.recompute,
             activations=run.activations,
@@ -195,7 +196,7 @@ class _PoolWalk:
         self.prefetched: list[list[CachedBlock]] = []  # what units that come next were gathered into
         # What this rank keeps gathered of units, until their backward.
         self.kept_parts: dict[str, list[list[CachedBlock]]] = {name: [] for name in self.units}
-        layer = ["attention", "mlp"] if run.has_half_layer_units else ["layer"]
+        layer = ["attention", "mlp"] if run.has_sublayer_units else ["layer"]
         self.order = ["table", *layer * run.llama.layers, *["head"] * (not run.llama.tied)]
         self.position = 0  # in that order, of the unit that comes next; in the backward, of the one that came last
         self.forward = True
@@ -435,16 +436,16 @@ def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
     """Return the operations of each section of a step."""
     table = _read_blocks()
     sections = dict(table["whole"])
-    if run.has_half_layer_units:
+    if run.has_sublayer_units:
         sections |= table["halves"]
     if run.llama.tied:
         sections |= table["tied"]
-    elif not run.has_embedding_unit:
+    elif not run.fsdp_embedding:
         sections |= table["root"]
     if run.fused:
         sections |= (
             table["fused"]
-            | (table["fused_halves"] if run.has_half_layer_units else {})
+            | (table["fused_halves"] if run.has_sublayer_units else {})
             | (table["fused_tied"] if run.llama.tied else {})
         )
     if run.adapter.is_enabled:
@@ -457,7 +458,7 @@ def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
         words_by_section["head"].insert(
             words_by_section["head"].index("-input"), "-input"
         )  # the first layer's, beside the last one's output
-    if run.loss == "parts":
+    if run.loss == "chunked":
         words_by_section["head"] = _chunk_head(words_by_section["head"], run.llama.vocab)
     return {name: [_parse_op(word, run) for word in section] for name, section in words_by_section.items()}
 

@@ -27,6 +27,7 @@ from llama405b.settings.schema import (
     Parallel,
     PipelineSchedule,
 )
+from llama405b.settings.strategies import FsdpUnit
 from llama405b.spec.models import EMBEDDING, HEAD, Llama, lora_shapes, n_trained_parameters
 from llama405b.spec.rules import InFlight, find_in_flight
 from llama405b.spec.tensors import split_layers
@@ -211,7 +212,8 @@ class PredictedRun:
     keep: int = 2
     overlap: bool = True  # with offload: the update runs under the next forward
     moments: Moments = "fp32"
-    wrap: tuple[str, ...] = Parallel().wrap
+    fsdp_unit: FsdpUnit = "layer"
+    fsdp_embedding: bool = True
     ranks_per_host: int = RANKS_PER_HOST
     mtbf_s: float = Checkpoint().mtbf * 3600  # between failures of one rank
     attention: str = "auto"
@@ -225,7 +227,7 @@ class PredictedRun:
     pp_schedule: PipelineSchedule = Parallel().pp_schedule
     keeps_weights: bool = False  # see ``Strategy``
     reduces_each: bool = True
-    loss: LossMode = "logits"
+    loss: LossMode = "full"
     recompute: Recompute = FULL_RECOMPUTE
     activations: Activations = "device"
     compiled: bool = False  # memory is taken as that without
@@ -248,7 +250,8 @@ class PredictedRun:
             config.checkpoint.keep,
             config.parallel.overlap and not config.parallel.is_fsdp1,
             config.parallel.moments,
-            config.parallel.wrap,
+            config.parallel.fsdp_unit,
+            config.parallel.fsdp_embedding,
             mtbf_s=config.checkpoint.mtbf * 3600,
             attention=config.model.attention,
             packing=config.data.packing,
@@ -261,7 +264,7 @@ class PredictedRun:
             pp_schedule=config.parallel.pp_schedule,
             keeps_weights=config.parallel.strategy_spec.keeps_weights_gathered,
             reduces_each=config.parallel.strategy_spec.reduces_every_microbatch,
-            loss=config.parallel.loss,
+            loss=config.model.loss,
             recompute=Recompute.parse(config.model.activation_checkpointing),
             activations=config.model.activations,
             compiled=config.model.compile,
@@ -298,9 +301,9 @@ class PredictedRun:
             pp=self.pp,
             pp_schedule=self.pp_schedule,
             offload=self.offload,
-            wrap=self.wrap,
+            fsdp_unit=self.fsdp_unit,
+            fsdp_embedding=self.fsdp_embedding,
             moments=self.moments,
-            loss=self.loss,
             prefetch=self.prefetch,
             reshard_after_forward=self.kept_by,
         )
@@ -392,14 +395,9 @@ class PredictedRun:
         return max(1, self.world // self.ranks_per_host)
 
     @property
-    def has_half_layer_units(self) -> bool:
+    def has_sublayer_units(self) -> bool:
         """Whether attention and MLP are FSDP units, instead of the decoder layer."""
-        return {"LlamaAttention", "LlamaMLP"} <= {*self.wrap} and "LlamaDecoderLayer" not in self.wrap
-
-    @property
-    def has_embedding_unit(self) -> bool:
-        """Whether the embedding is an FSDP unit."""
-        return "Embedding" in self.wrap
+        return self.fsdp_unit == "sublayer"
 
     @property
     def grad_accum_steps(self) -> int:
@@ -511,7 +509,7 @@ class PredictedRun:
             return 0.0
         sizes = [UnitSizes.from_spec(spec) for stage in range(self.pp) for spec in self.stage_specs(stage)]
         units = [
-            max(unit_sizes.attention, unit_sizes.mlp) if self.has_half_layer_units else unit_sizes.layer
+            max(unit_sizes.attention, unit_sizes.mlp) if self.has_sublayer_units else unit_sizes.layer
             for unit_sizes in sizes
         ]
         ends = [size for unit_sizes in sizes for size in (unit_sizes.embedding, unit_sizes.head)]

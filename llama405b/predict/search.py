@@ -12,7 +12,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import UserError, pluralize
@@ -42,16 +42,12 @@ from llama405b.settings.schema import (
     Parallel,
     PipelineSchedule,
 )
-from llama405b.settings.strategies import StrategyName
+from llama405b.settings.strategies import UNIT_CLASSES, StrategyName
 from llama405b.spec import models
 from llama405b.spec.models import Llama, adapter_flops
 from llama405b.spec.rules import check_mesh
 
 MEMORY_SPREAD = 0.10
-LAYER_UNITS, HALF_LAYER_UNITS = ("LlamaDecoderLayer", "Embedding"), ("LlamaAttention", "LlamaMLP", "Embedding")
-PREDICTED_UNITS = tuple(
-    frozenset(units) - {"Embedding"} for units in (LAYER_UNITS, HALF_LAYER_UNITS)
-)  # with the embedding or without, as predicted
 
 
 class Fit(enum.IntEnum):
@@ -229,14 +225,9 @@ class Prediction:
         return self.mfu * (1 + recomputed_share) if self.mfu else None
 
 
-def can_predict_units(wrap: Iterable[str]) -> bool:
-    """Check whether the memory of these FSDP units can be predicted."""
-    return {*wrap} - {"Embedding"} in PREDICTED_UNITS
-
-
 def can_predict(config: Config) -> bool:
     """Check whether memory and time of this run can be predicted."""
-    return can_predict_units(config.parallel.wrap) and not config.parallel.is_fsdp1
+    return not config.parallel.is_fsdp1
 
 
 MIN_GAIN = 0.01
@@ -311,12 +302,12 @@ def _single_changes(run: PredictedRun) -> list[tuple[str, PredictedRun]]:
     """Return all single changes, each as a label and the changed run."""
     change = functools.partial(dataclasses.replace, run)
     return [
-        (f"smaller units (--parallel.wrap {','.join(HALF_LAYER_UNITS)})", change(wrap=HALF_LAYER_UNITS)),
-        (f"larger units (--parallel.wrap {','.join(LAYER_UNITS)})", change(wrap=LAYER_UNITS)),
+        ("--parallel.fsdp_unit sublayer", change(fsdp_unit="sublayer", fsdp_embedding=True)),
+        ("--parallel.fsdp_unit layer", change(fsdp_unit="layer", fsdp_embedding=True)),
         ("--parallel.offload none", change(offload="none", moments="fp32")),
         ("--parallel.offload optimizer", change(offload="optimizer")),
         ("--parallel.offload all", change(offload="all")),
-        ("--parallel.loss parts", change(loss="parts")),
+        ("--model.loss chunked", change(loss="chunked")),
         ("--model.compile true (different rounding)", change(compiled=True)),
         ("--model.fused true (different rounding)", change(fused=True)),
         ("--model.activations host", change(activations="host")),
@@ -348,7 +339,7 @@ def is_runnable(run: PredictedRun, cluster: Cluster) -> bool:
     if run.offload != "none" and run.axes.dp_replicate > 1:
         return False
     if run.compiled and (
-        run.tp * run.cp > 1 or run.has_half_layer_units or "operators" in str(run.recompute) or cluster.gpu.is_cpu
+        run.tp * run.cp > 1 or run.has_sublayer_units or "operators" in str(run.recompute) or cluster.gpu.is_cpu
     ):
         return False
     if run.adapter.is_enabled and (run.offload == "optimizer" or run.numerics == "fp8"):
@@ -357,7 +348,7 @@ def is_runnable(run: PredictedRun, cluster: Cluster) -> bool:
         return False
     if run.fused and (run.compiled or run.tp > 1):
         return False
-    if run.prefetch and run.has_half_layer_units:
+    if run.prefetch and run.has_sublayer_units:
         return False
     if run.kept_by and (
         run.keeps_weights or run.tp * run.pp > 1 or run.kept_by >= run.shards or run.shards % run.kept_by
@@ -397,7 +388,7 @@ def rank_variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)
         return (-candidate.fit, is_untested, 0, rounds_moments, has_unknown_ram, -candidate.spare_share)
 
     candidates = list(variants(prediction, moments))
-    chunked_loss = dataclasses.replace(prediction.run, loss="parts")
+    chunked_loss = dataclasses.replace(prediction.run, loss="chunked")
     for run in (chunked_loss, dataclasses.replace(chunked_loss, activations="host")):
         if not any(candidate.fit is Fit.YES for candidate in candidates):
             candidates += [
@@ -428,8 +419,10 @@ def variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)) -> 
     run = prediction.run
     dtypes = dict.fromkeys((run.moments, *moments))
     sizes = sorted({run.micro_batch, *divisors(max(1, run.global_batch // run.dp))})
-    for offload, dtype, wrap, size in itertools.product(OFFLOADS, dtypes, (LAYER_UNITS, HALF_LAYER_UNITS), sizes):
-        variant = dataclasses.replace(run, offload=offload, moments=dtype, wrap=wrap, micro_batch=size)
+    for offload, dtype, unit, size in itertools.product(OFFLOADS, dtypes, UNIT_CLASSES, sizes):
+        variant = dataclasses.replace(
+            run, offload=offload, moments=dtype, fsdp_unit=unit, fsdp_embedding=True, micro_batch=size
+        )
         if is_runnable(variant, prediction.cluster) or variant == run:
             yield prediction.with_run(variant)
 
@@ -467,8 +460,8 @@ def format_split(run: PredictedRun) -> str:
 def untested_features(run: PredictedRun) -> str:
     """Return the settings of a run, besides FSDP, that were tested on one GPU at most; '': none."""
     words = [format_split(run)] if run.axes.label or run.keeps_weights else []
-    if run.loss == "parts":
-        words.append("--parallel.loss parts")
+    if run.loss == "chunked":
+        words.append("--model.loss chunked")
     if run.activations == "host":
         words.append("--model.activations host")
     if run.compiled:
@@ -536,7 +529,8 @@ def _candidate_runs(prediction: Prediction, offloads: Sequence[Offload]) -> Iter
             dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0,
             keeps_weights=parallel.strategy_spec.keeps_weights_gathered,
             reduces_each=parallel.strategy_spec.reduces_every_microbatch,
-            wrap=LAYER_UNITS,
+            fsdp_unit="layer",
+            fsdp_embedding=True,
             prefetch=0,
             kept_by=0,
         )

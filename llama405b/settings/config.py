@@ -21,9 +21,9 @@ from llama405b.contract.errors import UserError, did_you_mean, last_or, parse_st
 from llama405b.contract.files import check_only_owner_writes
 from llama405b.contract.reader import Json
 from llama405b.settings.axes import DP_AXES, Axes, MicrobatchSplit, Recompute
+from llama405b.settings.renamed import RENAMED, WRAP, translate_setting
 from llama405b.settings.rules import (
     EPOCHS,
-    RENAMED,
     STEPS,
     VALUE_ADVICE,
     find_faults,
@@ -131,6 +131,8 @@ def describe_overrides(paths: Sequence[Path]) -> list[str]:
 def read_toml(path: Path) -> dict[str, SourcedValue]:
     """Read ``[section] key = value`` pairs as dotted keys, each with its file and line.
 
+    A file that ``to_toml`` wrote may be of an earlier version, and have earlier names.
+
     Raises:
         UserError: The file cannot be read, is not TOML, or holds an unknown key or an invalid value.
     """
@@ -151,6 +153,7 @@ def read_toml(path: Path) -> dict[str, SourcedValue]:
     except (ValueError, RecursionError) as error:  # numbers or nesting beyond what Python reads
         raise UserError(f"{path}: cannot be read as TOML ({' '.join(str(error).split())}); correct it") from None
     settings: dict[str, SourcedValue] = {}
+    is_own = {field.name for field in dataclasses.fields(Config)} <= {*tables}  # only ``to_toml`` writes every section
     for section, table in tables.items():
         origin = f"{path}:{_find_line(text, section)}"
         if not isinstance(table, dict):
@@ -158,9 +161,17 @@ def read_toml(path: Path) -> dict[str, SourcedValue]:
             raise UserError(f"{origin}: {section!r} is outside a section; move it under one of {sections}")
         for key, value in _expand_tables(section, table, f"{path}:{_find_line(text, 'data', 'sources')}"):
             origin = f"{path}:{_find_line(text, section, key)}"
-            full_key = check_key(f"{section}.{key}", origin)
-            settings[full_key] = coerce(full_key, value, origin), origin
+            settings |= _as_settings(f"{section}.{key}", value, origin, is_own=is_own)
     return settings
+
+
+def _as_settings(key: str, value: Json, origin: str, *, is_own: bool = False) -> dict[str, SourcedValue]:
+    """Return a setting with its origin; ``parallel.wrap`` becomes two. ``is_own``: the name may be an earlier one."""
+    try:
+        pairs = translate_setting(key, value) if is_own or key == WRAP else {key: value}
+    except UserError as fault:
+        raise UserError(f"{origin}: {fault}") from None
+    return {name: (coerce(check_key(name, origin), item, origin), origin) for name, item in pairs.items()}
 
 
 def _expand_tables(section: str, table: Mapping[str, Json], origin: str) -> Iterator[tuple[str, Json]]:
@@ -219,18 +230,19 @@ def read_flags(args: Sequence[str]) -> dict[str, SourcedValue]:
     rest = list(args)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
-        key = check_key(flag[2:], flag)
+        key = flag[2:] if flag[2:] == WRAP else check_key(flag[2:], flag)
+        type_ = tuple[str, ...] if key == WRAP else SETTING_TYPES[key]
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
-            elif SETTING_TYPES[key] is bool:
+            elif type_ is bool:
                 value = "true"
             else:
                 raise UserError(f"{flag}: no value given; write {flag} VALUE")
         if key in ONE_PER_FLAG:
             texts[key] += _parse_texts(value)
-        parsed: Json = [*texts[key]] if key in ONE_PER_FLAG else _parse_flag(value, SETTING_TYPES[key], flag)
-        settings[key] = coerce(key, parsed, flag), flag
+        parsed: Json = [*texts[key]] if key in ONE_PER_FLAG else _parse_flag(value, type_, flag)
+        settings |= _as_settings(key, parsed, flag)
     return settings
 
 
@@ -334,7 +346,9 @@ def check_key(key: str, origin: str) -> str:
     if key in SETTING_TYPES:
         return key
     if new_name := RENAMED.get(key):
-        raise UserError(f"{origin}: {key} was renamed; use {new_name}")
+        is_choice = typing.get_origin(SETTING_TYPES[new_name]) is Literal
+        choices = f" ({', '.join(typing.get_args(SETTING_TYPES[new_name]))})" if is_choice else ""
+        raise UserError(f"{origin}: {key} was renamed; use {new_name}{choices}")
     if advice := foreign_advice(key):
         raise UserError(f"{origin}: {advice}")
     raise UserError(

@@ -127,12 +127,6 @@ def _parse_number(text: str) -> float:
 
 
 MIN_SIMILARITY = 0.8  # 0 to 1; below this a suggestion would be a guess
-# Names of settings and of their values before 0.2.0.
-RENAMED = {
-    "data.learn": "data.train_on", "training.on_spike": "training.on_loss_spike", "training.spike": "training.loss_spike_factor",
-    "checkpoint.place": "checkpoint.storage", "checkpoint.storage node": "local",
-    "parallel.fsdp": "parallel.strategy", "parallel.offload states": "optimizer", "parallel.offload full": "all",
-}  # fmt: skip
 NO_FP16 = "FP16 needs loss scaling or it loses small gradients, and loss scaling is not supported; use fp32-master, which computes in BF16"
 NO_QLORA = (
     "FSDP shards matrices by rows, which packed 4-bit blocks do not have, and an adapter trained on quantized weights would be merged "
@@ -277,11 +271,8 @@ def _check_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
             "model.compile",
             "in a compiled layer torch cannot tell operators apart; use activation_checkpointing full, every:N or none",
         )
-    if parallel.is_fsdp1 or "LlamaDecoderLayer" not in parallel.wrap:
-        yield (
-            "model.compile",
-            "FSDP's units must be whole layers; use fsdp2 and wrap LlamaDecoderLayer,Embedding, or leave it out",
-        )
+    if parallel.is_fsdp1 or parallel.fsdp_unit != "layer":
+        yield "model.compile", "FSDP's units must be whole layers; use fsdp2 and fsdp_unit layer, or leave it out"
     if split := [name for name in ("tp", "cp") if getattr(parallel, name) > 1]:
         yield "model.compile", f"layers that {split[0]} splits cannot be compiled; leave it out, or use {split[0]} 1"
 
@@ -481,11 +472,8 @@ def _check_units(parallel: Parallel) -> Iterator[Fault]:
                 f"no effect with strategy {parallel.strategy}; leave it out, or use fsdp2",
             )
     # torch also prefetches units within a layer during recomputation, and never frees those.
-    if parallel.prefetch and "LlamaDecoderLayer" not in parallel.wrap:
-        yield (
-            "parallel.prefetch",
-            "units within a layer would stay gathered; leave it out, or use wrap LlamaDecoderLayer,Embedding",
-        )
+    if parallel.prefetch and parallel.fsdp_unit != "layer":
+        yield "parallel.prefetch", "units within a layer would stay gathered; leave it out, or use fsdp_unit layer"
     if parallel.prefetch and parallel.virtual_stages > 1 and parallel.pp > 1:
         yield (
             "parallel.prefetch",

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from llama405b.contract.errors import UserError, parse_seconds, parse_staging_bytes
-from llama405b.settings.strategies import STRATEGIES, Strategy, StrategyName
+from llama405b.settings.strategies import STRATEGIES, FsdpUnit, Strategy, StrategyName
 
 FIRST_INTERVAL_S = 600.0  # before the first save with auto, when the cost of a save is unknown
 MIN_INTERVAL_S = 60.0
@@ -109,7 +109,7 @@ BF16_NUMERICS = ("pure-bf16", "bf16-stochastic")  # weights, gradients and momen
 PipelineSchedule = Literal["1f1b", "interleaved", "gpipe"]
 Offload = Literal["none", "optimizer", "all"]
 Moments = Literal["fp32", "bf16"]
-LossMode = Literal["logits", "parts"]
+LossMode = Literal["full", "chunked"]
 ADAPTER_TARGETS = (
     "q_proj",
     "k_proj",
@@ -178,6 +178,11 @@ class Model:
         False,
         "add embeddings and head rows for tokens of the tokenizer that have none, up to a multiple of 128; each new one is the mean of the "
         "old ones",
+    )
+    loss: LossMode = option(
+        "full",
+        "full: cross-entropy over the whole vocabulary at once; chunked: 16,384 vocabulary entries at a time, with less memory and their "
+        "product computed twice",
     )
     layers: int = option(0, "keep only the first N decoder layers, for quick experiments; 0: all")
     weights: Literal["files", "random"] = option("files", "random: generate them on rank 0 instead of reading files")
@@ -365,7 +370,8 @@ class Parallel:
         "1f1b: run each micro-batch's backward as early as possible; interleaved: 1f1b with two stages per rank, for shorter waits; gpipe: "
         "all forwards first",
     )
-    wrap: tuple[str, ...] = option(("LlamaDecoderLayer", "Embedding"), "module classes that become FSDP units")
+    fsdp_unit: FsdpUnit = option("layer", "FSDP units: decoder layers, or each layer's attention and MLP")
+    fsdp_embedding: bool = option(True, "make the embedding an FSDP unit of its own")
     offload: Offload = option(
         "none",
         "what to keep in CPU memory. optimizer: FP32 weights, moments and the gradient sum, with BF16 weights on the GPU; "
@@ -380,11 +386,6 @@ class Parallel:
         0,
         "N: keep weights gathered over N neighboring ranks, such as those of a host, between forward and backward, so backward gathers "
         "only from those; 0: gather from all ranks again",
-    )
-    loss: LossMode = option(
-        "logits",
-        "logits: cross-entropy over the whole vocabulary at once; parts: 16,384 vocabulary entries at a time, with less memory and their "
-        "product computed twice",
     )
     moments: Moments = option("fp32", "with offload; bf16: rounded, and 4 bytes of CPU memory less per parameter")
     numerics: Numerics = option(

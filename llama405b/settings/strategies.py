@@ -4,11 +4,13 @@ A step has several micro-batches if the global batch is larger than what all ran
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    pass
-
+FsdpUnit = Literal["layer", "sublayer"]
+UNIT_CLASSES: dict[FsdpUnit, tuple[str, ...]] = {  # Llama's names of the classes that become FSDP units
+    "layer": ("LlamaDecoderLayer",),
+    "sublayer": ("LlamaAttention", "LlamaMLP"),
+}
 StrategyName = Literal["fsdp2", "fsdp1", "zero3", "zero2", "zero1", "ddp", "hsdp", "3d", "auto"]
 Copies = Literal["one", "hosts", "ranks"]  # copies of the model, if dp_replicate is 0
 

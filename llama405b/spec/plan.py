@@ -10,6 +10,7 @@ from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import AS_WRITTEN
 from llama405b.settings.axes import Axes
+from llama405b.settings.renamed import translate_flags
 
 if TYPE_CHECKING:
     from llama405b.settings.schema import Parallel
@@ -98,8 +99,9 @@ NO_PLAN = Plan("", 0, 0.0, "", "", (), (), ())
 
 
 def read_plan(run_dir: RunDir) -> Plan:
-    """Read the newest plan of a run; ``NO_PLAN``, which has no nodes, if none can be read."""
-    return read_record(Plan, run_dir.plan) or NO_PLAN
+    """Read the newest plan of a run; ``NO_PLAN``, which has no nodes, if none can be read. Settings get their present names."""
+    plan = read_record(Plan, run_dir.plan) or NO_PLAN
+    return dataclasses.replace(plan, program=(*translate_flags(plan.program),)) if plan.trains else plan
 
 
 def check_run_name(run_name: str) -> str:

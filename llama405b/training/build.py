@@ -303,7 +303,7 @@ def _build_fsdp2(
         context.log(f"{llama.convert_to_fp8(full_model, rank.device)} linear layers compute in FP8{slower}")
     shard_layout = shard_layout_of(full_model, parallel, rank)
     adapt = functools.partial(add_adapters, adapter=adapter, dtype=shard_dtype, groups=config.optimizer.groups)
-    module = split_model(full_model, parallel, rank, *[adapt] * adapter.is_enabled)
+    module = split_model(full_model, parallel, rank, adapt if adapter.is_enabled else None, config.model.loss)
     if (
         rank.on_gpu
         and parallel.offload == "none"
@@ -566,7 +566,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     context.enter_phase(Phase.LOAD)
     module, master = build_model(config, files, context, from_checkpoint=checkpoint_choice.checkpoint is not None)
     updater = build_pinned_updater(config, module, master, context)
-    forward_backward = build_forward_backward(config.parallel, module, context.rank)
+    forward_backward = build_forward_backward(config.parallel, module, context.rank, config.model.loss)
     torch.manual_seed(config.training.seed + context.rank.index)
     resumed_step = resume_run(checkpoint_choice, check, module, updater, context)
     allocate_staging(config, saving, updater, context)

@@ -108,7 +108,7 @@ def _kept(me, model):
             activations=activations,
             adapter=_adapter(),
         )
-        for recompute, activations, loss in [*((*form, "logits") for form in FORMS), (*FORMS[0], "parts")]
+        for recompute, activations, loss in [*((*form, "full") for form in FORMS), (*FORMS[0], "chunked")]
     ]
 
 

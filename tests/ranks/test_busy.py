@@ -14,8 +14,8 @@ FORMS = {
     "none": {"offload": "none", "overlap": False},
     "optimizer": {"offload": "optimizer", "overlap": True},
     "all": {"offload": "all", "overlap": True},
-    "units within layers": {"offload": "none", "overlap": False, "wrap": ("LlamaAttention", "LlamaMLP", "Embedding")},
-    "embedding in the root": {"offload": "none", "overlap": False, "wrap": ("LlamaDecoderLayer",)},
+    "units within layers": {"offload": "none", "overlap": False, "fsdp_unit": "sublayer"},
+    "embedding in the root": {"offload": "none", "overlap": False, "fsdp_embedding": False},
 }
 SLEEPS = {"layers": SLOW_S, "head": 4 * SLOW_S, "embedding": 4 * SLOW_S}  # how long what is slow takes, each time
 

@@ -9,7 +9,7 @@ from llama405b.settings.schema import Model, Parallel
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: no GPU")]
 SAME_BITS = ("operators", "operators:2", "every:2", "none")
 ROUNDED_OTHERWISE = {  # losses apart by at most
-    "loss in parts": (Parallel(loss="parts"), Model(), 1e-2),
+    "chunked loss": (Parallel(), Model(loss="chunked"), 1e-2),
     "compiled": (Parallel(), Model(compile=True), 1e-2),
     "fused": (Parallel(), Model(fused=True), 1e-2),
     "stochastic": (Parallel(numerics="bf16-stochastic"), Model(), 1e-1),

@@ -117,8 +117,8 @@ def test_there_are_two_sets_of_gradients_at_most(tiny):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_so_it_does_with_other_units(tiny, form):
-    for wrap in (("LlamaAttention", "LlamaMLP", "Embedding"), ("LlamaDecoderLayer",)):
-        assert run_ranks(1, _otherwise, tiny, form, {"wrap": wrap}) == [True]
+    for units in ({"fsdp_unit": "sublayer"}, {"fsdp_embedding": False}):
+        assert run_ranks(1, _otherwise, tiny, form, units) == [True]
 
 
 def _side_by_side(me, directory, form):

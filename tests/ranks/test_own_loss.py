@@ -39,7 +39,7 @@ def test_another_loss_is_another(tmp_path):
     assert two[0][1] != two[0][0]
 
 
-@pytest.mark.parametrize("settings", [{"tp": 2}, {"loss": "parts"}])
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"loss": "chunked"}])
 def test_it_is_refused_where_no_rank_has_all_logits(tmp_path, settings):
     with pytest.raises(AssertionError, match=r"--extend: loss\(\) needs all logits, but no rank has them"):
         _both(tmp_path, 2, settings)

@@ -12,17 +12,17 @@ from ranks_rig import run_ranks
 # name -> ranks, settings, sequences of a micro-batch, tied or not
 CASES = {
     "dp5": (5, {}, 1, (False, True)),
-    "zero2": (2, {"strategy": "zero2", "loss": "parts"}, 2, (False,)),
+    "zero2": (2, {"strategy": "zero2", "loss": "chunked"}, 2, (False,)),
     "zero1": (3, {"strategy": "zero1"}, 2, (True,)),
     "ddp": (2, {"strategy": "ddp"}, 2, (True,)),
     "hsdp": (4, {"dp_replicate": 2}, 1, (False,)),
     "tp2": (4, {"tp": 2, "offload": "all"}, 6, (True,)),
-    "cp2": (4, {"cp": 2, "loss": "parts"}, 2, (False, True)),
+    "cp2": (4, {"cp": 2, "loss": "chunked"}, 2, (False, True)),
     "pp2": (4, {"pp": 2, "strategy": "zero2"}, 2, (False,)),
-    "interleaved": (2, {"pp": 2, "pp_schedule": "interleaved", "loss": "parts"}, 1, (False,)),
+    "interleaved": (2, {"pp": 2, "pp_schedule": "interleaved", "loss": "chunked"}, 1, (False,)),
     "gpipe": (2, {"pp": 2, "pp_schedule": "gpipe"}, 4, (False,)),
     "3d": (8, {"pp": 2, "tp": 2}, 2, (False,)),
-    "tp2, parts": (2, {"tp": 2, "loss": "parts"}, 2, (False, True)),
+    "tp2, chunked": (2, {"tp": 2, "loss": "chunked"}, 2, (False, True)),
 }
 WITHIN = 1e-9
 FP32_LR = 1e-3  # with higher ones AdamW makes much of the last digits

@@ -8,16 +8,14 @@ import json
 
 import pytest
 
-from llama405b.contract.errors import UserError
 from llama405b.predict.estimate import estimate
 from llama405b.predict.memory import find_stage_peak
 from llama405b.predict.run_shape import FP32_NORMS, PredictedRun, StageSpec, rank_elements, shard_elements
-from llama405b.predict.search import HALF_LAYER_UNITS, LAYER_UNITS
 from llama405b.settings.axes import Axes, Recompute
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Parallel
+from llama405b.settings.strategies import UNIT_CLASSES
 from llama405b.spec.models import parse_llama
-from llama405b_tools.verbs import predict
 from tracked import host_bytes, optimizer_bytes, track
 
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
@@ -31,8 +29,8 @@ MODELS = [
 NUMERICS, PLACES = ("pure-bf16", "fp32-master", "fp32"), ("none", "all")
 BATCHES = [(512, 1), (4096, 1), (8192, 2)]  # length and number of sequences
 GRID = [
-    *itertools.product(MODELS, NUMERICS, PLACES, (LAYER_UNITS, HALF_LAYER_UNITS), BATCHES),
-    *itertools.product(MODELS, ["fp32-master"], ["optimizer"], (LAYER_UNITS, HALF_LAYER_UNITS), BATCHES),
+    *itertools.product(MODELS, NUMERICS, PLACES, UNIT_CLASSES, BATCHES),
+    *itertools.product(MODELS, ["fp32-master"], ["optimizer"], UNIT_CLASSES, BATCHES),
 ]
 
 
@@ -48,12 +46,12 @@ def _in_pairs():
         missing -= pairs(best)
 
 
-def _compare(model, numerics, offload, wrap, batch):
+def _compare(model, numerics, offload, unit, batch):
     (name, layers, world), (seq_len, micro_batch) = model, batch
     config = PRESETS[name] | ({"num_hidden_layers": layers} if layers else {})
-    tracked = track(config, Parallel(numerics=numerics, offload=offload, wrap=wrap), world, seq_len, micro_batch)
+    tracked = track(config, Parallel(numerics=numerics, offload=offload, fsdp_unit=unit), world, seq_len, micro_batch)
     llama = parse_llama(config, name)
-    load = PredictedRun(llama, numerics, offload, world, seq_len, micro_batch, world * micro_batch, wrap=wrap)
+    load = PredictedRun(llama, numerics, offload, world, seq_len, micro_batch, world * micro_batch, fsdp_unit=unit)
     shards = load.weight_bytes * shard_elements(StageSpec(llama), world)
     if offload == "optimizer":
         shards = load.shard_bytes["parameters"] * shard_elements(StageSpec(llama), world)
@@ -67,8 +65,8 @@ def _compare(model, numerics, offload, wrap, batch):
 
 
 @pytest.mark.parametrize(("model", "numerics", "offload", "wrap", "batch"), list(_in_pairs()))
-def test_a_step_takes_what_torch_tracks(model, numerics, offload, wrap, batch):
-    _compare(model, numerics, offload, wrap, batch)
+def test_a_step_takes_what_torch_tracks(model, numerics, offload, unit, batch):
+    _compare(model, numerics, offload, unit, batch)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "ddp", "hsdp"])
@@ -106,9 +104,9 @@ MESHES = {  # axes, place along pp, micro-batches, more settings
     "gpipe": (Axes(4, pp=2), 1, 3, {"pp_schedule": "gpipe"}),
     "zero2, pp": (Axes(4, pp=2), 0, 3, {"strategy": "zero2"}),
     "interleaved": (Axes(2, pp=2, tp=2, cp=2), 0, 3, {"pp_schedule": "interleaved"}),
-    "parts": (Axes(8), 0, 1, {"loss": "parts"}),
-    "tp, parts": (Axes(4, tp=2), 0, 1, {"loss": "parts"}),
-    "last stage, parts": (Axes(4, pp=2), 1, 2, {"loss": "parts"}),
+    "parts": (Axes(8), 0, 1, {"loss": "chunked"}),
+    "tp, parts": (Axes(4, tp=2), 0, 1, {"loss": "chunked"}),
+    "last stage, parts": (Axes(4, pp=2), 1, 2, {"loss": "chunked"}),
     "nothing again": (Axes(2, tp=2, cp=2), 0, 1, {"recompute": "none"}),
     "operators kept": (Axes(4, pp=2), 0, 3, {"recompute": "operators:2"}),
     "every second layer": (Axes(8), 0, 2, {"recompute": "every:2", "numerics": "fp32"}),
@@ -134,7 +132,8 @@ def test_each_axis_takes_what_torch_tracks(seq_len, mesh):
     sizes = {name: getattr(axes, name) for name in ("tp", "cp", "pp")}
     recompute = Recompute.parse(more.get("recompute", "full"))
     activations = more.get("activations", "device")
-    more = {name: value for name, value in more.items() if name not in ("recompute", "activations")}
+    loss = more.get("loss", "full")
+    more = {name: value for name, value in more.items() if name not in ("recompute", "activations", "loss")}
     parallel = Parallel(**({"numerics": "fp32-master"} | sizes | more), dp_replicate=axes.dp_replicate)
     rank = stage * axes.world_size // axes.pp
     llama = parse_llama(config, "8b")
@@ -142,11 +141,11 @@ def test_each_axis_takes_what_torch_tracks(seq_len, mesh):
         llama, parallel.numerics, parallel.offload, axes.world_size, seq_len, 1, n_micro * axes.dp_shard * axes.dp_replicate,
         dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0, **sizes, pp_schedule=parallel.pp_schedule,
         keeps_weights=parallel.strategy_spec.keeps_weights_gathered, reduces_each=parallel.strategy_spec.reduces_every_microbatch,
-        loss=parallel.loss,
+        loss=loss,
         recompute=recompute, activations=activations, prefetch=parallel.prefetch, kept_by=parallel.reshard_after_forward,
     )  # fmt: skip
     on_host = load if activations == "host" else None
-    tracked = track(config, parallel, axes.world_size, seq_len, 1, axes, rank, n_micro, recompute, on_host)
+    tracked = track(config, parallel, axes.world_size, seq_len, 1, axes, rank, n_micro, recompute, on_host, loss=loss)
     assert load.axes == axes
     assert tracked.before == load.weight_bytes * rank_elements(llama, axes, rank, parallel.virtual_stages)
     found = find_stage_peak(load, stage)
@@ -168,64 +167,33 @@ def test_the_optimizer_takes_what_it_keeps(model, numerics):
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-@pytest.mark.parametrize("wrap", [LAYER_UNITS, HALF_LAYER_UNITS])
+@pytest.mark.parametrize("unit", UNIT_CLASSES)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_host_keeps_what_the_trainer_allocates_there(model, wrap, moments):
+def test_a_host_keeps_what_the_trainer_allocates_there(model, unit, moments):
     name, layers, world = model
     config = PRESETS[name] | {"num_hidden_layers": layers}
-    kept = host_bytes(config, Parallel(numerics="fp32-master", offload="optimizer", wrap=wrap, moments=moments), world)
+    kept = host_bytes(
+        config, Parallel(numerics="fp32-master", offload="optimizer", fsdp_unit=unit, moments=moments), world
+    )
     load = PredictedRun(
-        parse_llama(config, name), "fp32-master", "optimizer", world, moments=moments, wrap=wrap, ranks_per_host=1
+        parse_llama(config, name), "fp32-master", "optimizer", world, moments=moments, fsdp_unit=unit, ranks_per_host=1
     )
     assert sum(load.host_bytes.values()) == pytest.approx(kept, rel=0.01)
 
 
-def test_units_are_predicted_within_a_percent_or_refused():
-    config = PRESETS["llama3.1-8b"] | {"num_hidden_layers": 2}
-    verdicts = []
-    for wrap in (("LlamaDecoderLayer",), ("LlamaAttention", "LlamaMLP"), ("LlamaAttention",)):
-        tracked = track(config, Parallel(numerics="pure-bf16", offload="all", wrap=wrap), 8, 512, 1)
-        load = PredictedRun(parse_llama(config, "8b"), "pure-bf16", "all", 8, 512, 1, 8, wrap=wrap)
-        is_exact = estimate(load).peak.total == pytest.approx(tracked.peak, rel=0.01)
-        verdicts.append((is_exact, _refusal("--preset", "llama3.1-8b", "--parallel.wrap", ",".join(wrap))))
-    assert verdicts[:2] == [(True, "")] * 2
-    is_exact, refusal = verdicts[2]
-    assert (is_exact, refusal.partition(";")[0]) == (
-        False,
-        "--parallel.wrap: plan does not predict FSDP units of LlamaAttention",
-    )
-
-
-def _refusal(*words):
-    try:
-        predict.main(words)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("wrap", "message"),
-    [
-        (
-            ("LlamaDecoderLayer", "LlamaMLP"),
-            "'LlamaMLP' is inside 'LlamaDecoderLayer'; FSDP2 can shard only one of them",
-        ),
-        (("LlamaModel", "Embedding"), "'Embedding' is inside 'LlamaModel'"),
-        (("LlamaRMSNorm",), "'LlamaRMSNorm' belongs to the unit of the head and its norm; remove it"),
-        (("Linear", "Embedding"), "'Linear' belongs to the unit of the head and its norm; remove it"),
-    ],
-)
-def test_units_that_share_parameters_are_refused(wrap, message):
-    with pytest.raises(UserError, match=message):
-        track(PRESETS["llama3.1-8b"] | {"num_hidden_layers": 1}, Parallel(wrap=wrap), 2, 512, 1)
+@pytest.mark.parametrize("unit", UNIT_CLASSES)
+def test_units_without_the_embedding_are_predicted_within_a_percent(unit):
+    config, units = PRESETS["llama3.1-8b"] | {"num_hidden_layers": 2}, {"fsdp_unit": unit, "fsdp_embedding": False}
+    tracked = track(config, Parallel(numerics="pure-bf16", offload="all", **units), 8, 512, 1)
+    load = PredictedRun(parse_llama(config, "8b"), "pure-bf16", "all", 8, 512, 1, 8, **units)
+    assert estimate(load).peak.total == pytest.approx(tracked.peak, rel=0.01)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("wrap", [LAYER_UNITS, HALF_LAYER_UNITS])
+@pytest.mark.parametrize("unit", UNIT_CLASSES)
 @pytest.mark.parametrize(
     ("numerics", "offload"), [("pure-bf16", "none"), ("pure-bf16", "all"), ("fp32-master", "optimizer")]
 )
-def test_all_126_layers_take_what_torch_tracks(numerics, offload, wrap):
-    _compare(("llama3.1-405b", 0, 64), numerics, offload, wrap, (4096, 1))
+def test_all_126_layers_take_what_torch_tracks(numerics, offload, unit):
+    _compare(("llama3.1-405b", 0, 64), numerics, offload, unit, (4096, 1))

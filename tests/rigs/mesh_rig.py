@@ -85,10 +85,14 @@ def train(
     from llama405b.settings.schema import Optimizer, Parallel
 
     head.VOCAB_CHUNK = WORDS
-    parallel = Parallel(numerics="fp32", **(settings or {}))
+    settings = dict(settings or {})
+    loss = settings.pop("loss", "full")
+    parallel = Parallel(numerics="fp32", **settings)
     me = with_mesh(me, parallel)
     optimizer = Optimizer(lr=lr, groups=groups)
-    model, passes, updater = build(me, directory, parallel, optimizer, dtype, recompute=recompute, adapter=adapter)
+    model, passes, updater = build(
+        me, directory, parallel, optimizer, dtype, recompute=recompute, adapter=adapter, loss=loss
+    )
     if activations == "host":
         keep_on_host(me, directory, model, parallel, recompute, micro, dtype)
     if before:
@@ -119,7 +123,19 @@ def keep_on_host(me, directory, model, parallel, recompute, micro, dtype):
     return host_inputs.offload_inputs(model, count, run.input_shape, dtype, me.device, lambda *_: None)
 
 
-def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="rank0", compiles=False, adapter=None):
+def build(
+    me,
+    directory,
+    parallel,
+    optimizer,
+    dtype,
+    *,
+    recompute="full",
+    how="rank0",
+    compiles=False,
+    adapter=None,
+    loss="full",
+):
     from llama405b.model import llama
     from llama405b.model.llama import add_adapters, checkpoint_activations, compile_layers
     from llama405b.optim.build_updater import build_updater
@@ -134,7 +150,7 @@ def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="r
     llama.freeze(whole, optimizer.groups, freeze_all=bool(adapter))
     holdings = shard_layout_of(whole, parallel, me)
     adapt = functools.partial(add_adapters, adapter=adapter, dtype=dtype, groups=optimizer.groups)
-    model = split_model(whole, parallel, me, *[adapt] * bool(adapter))
+    model = split_model(whole, parallel, me, adapt if adapter else None, loss)
     load_weights.load(
         model, directory, how, me, lambda *_: None, offload=parallel.offload != "none", shard_layout=holdings
     )
@@ -144,7 +160,7 @@ def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="r
         compile_layers(model)
     checkpoint_activations(model, Recompute.parse(recompute))
     updater = build_updater(model, optimizer, parallel, me.device)
-    return model, build_forward_backward(parallel, model, me), updater
+    return model, build_forward_backward(parallel, model, me, loss), updater
 
 
 def whole_weights(model):

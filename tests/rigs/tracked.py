@@ -34,7 +34,7 @@ from llama405b.parallel.passes import build_forward_backward
 from llama405b.parallel.split import split_model
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.settings.axes import FULL_RECOMPUTE, Axes, Recompute
-from llama405b.settings.schema import Adapter, Optimizer, Parallel
+from llama405b.settings.schema import Adapter, LossMode, Optimizer, Parallel
 
 ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = all
 NEITHER = ("Inputs", "Buffer")
@@ -102,6 +102,7 @@ def track(
     recompute: Recompute = FULL_RECOMPUTE,
     on_host: PredictedRun | None = None,
     adapter: Adapter | None = None,
+    loss: LossMode = "full",
 ) -> Tracked:
     """Track the forwards and backwards of a step, of a model in the form of config.json.
 
@@ -112,8 +113,8 @@ def track(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     me = Rank(rank, world, 0, "host", torch.device("cpu"), mesh=axes)
     try:
-        model = _split(config, parallel, me, adapter).train()
-        passes = build_forward_backward(parallel, model, me)
+        model = _split(config, parallel, me, adapter, loss).train()
+        passes = build_forward_backward(parallel, model, me, loss)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             tie_head(model)
@@ -135,15 +136,14 @@ def track(
         dist.destroy_process_group()
 
 
-def _split(config: dict, parallel: Parallel, me: Rank, adapter: Adapter | None) -> nn.Module:
+def _split(config: dict, parallel: Parallel, me: Rank, adapter: Adapter | None, loss: LossMode) -> nn.Module:
     """Build a rank's part of a model, as the trainer does."""
     kept = shard_dtype(parallel)
     frozen = compute_dtype(parallel.numerics) if adapter else kept
     whole = build_on_meta(LlamaConfig(**config), "varlen", frozen)
     freeze(whole, (), freeze_all=bool(adapter))
-    return split_model(
-        whole, parallel, me, *[functools.partial(add_adapters, adapter=adapter, dtype=kept)] * bool(adapter)
-    )
+    adapt = functools.partial(add_adapters, adapter=adapter, dtype=kept)
+    return split_model(whole, parallel, me, adapt if adapter else None, loss)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ def build(
     overlap,
     offload="all",
     numerics="",
-    wrap=("LlamaDecoderLayer", "Embedding"),
     masters=True,
     **more,
 ):
@@ -39,7 +38,7 @@ def build(
     from llama405b.settings.schema import Optimizer, Parallel
 
     numerics = numerics or ("fp32" if offload == "all" else "fp32-master")
-    parallel = Parallel(numerics=numerics, offload=offload, overlap=overlap, wrap=wrap, **more)
+    parallel = Parallel(numerics=numerics, offload=offload, overlap=overlap, **more)
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp.shard_dtype(parallel))
     fsdp.shard_model(module, parallel, me.device)
     master = master_model(module, parallel) if masters else module

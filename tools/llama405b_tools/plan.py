@@ -385,7 +385,8 @@ def prediction_record(prediction: Prediction, machines: Machines, options: Repor
         "goodput": dataclasses.asdict(goodput) if goodput else None,
         "hours": hours, "gpu_hours": gpu_hours, "cost": gpu_hours * options.price if gpu_hours and options.price else None,
         "cost_per_day": 24 * run.world * options.price if options.price else None, "checkpoint_bytes": run.checkpoint_bytes,
-        "settings": {"offload": run.offload, "moments": run.moments, "wrap": run.wrap, "micro_batch_size": run.micro_batch,
+        "settings": {"offload": run.offload, "moments": run.moments, "fsdp_unit": run.fsdp_unit, "fsdp_embedding": run.fsdp_embedding,
+                     "micro_batch_size": run.micro_batch,
                      "strategy": run.parallel_settings(Parallel()).strategy, "loss": run.loss,
                      "activation_checkpointing": str(run.recompute), "activations": run.activations},
         "mesh": dataclasses.asdict(run.axes),
@@ -416,7 +417,7 @@ def ranking_lines(predictions: Sequence[Prediction]) -> list[str]:
     tested = [candidate for candidate in predictions if not untested_features(candidate.run)]
     untested = [candidate for candidate in predictions if untested_features(candidate.run)]
     for candidate in [*tested[:MAX_SHOWN], *untested[:MAX_SHOWN]]:
-        units = "halves" if candidate.run.has_half_layer_units else "layers"
+        units = "halves" if candidate.run.has_sublayer_units else "layers"
         moments = "bf16" if candidate.run.numerics in BF16_NUMERICS else candidate.run.moments
         time = (
             f"{candidate.needs.step_s:8.1f} {candidate.tokens_per_s:9,.0f}"

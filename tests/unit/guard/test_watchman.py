@@ -332,6 +332,20 @@ def test_a_guard_adopts_a_run_whose_mesh_was_chosen(fleet):
     assert guard.adopt_run(asked("auto"), fleet) is None
 
 
+def test_a_guard_adopts_a_run_whose_settings_are_in_another_order(fleet):
+    """As those of an earlier version are, once they have their present names."""
+    asked = parse_launch(
+        ["--run", "r", "--restart", "2", "--preset", "demo", "--model.loss", "chunked", "--parallel.tp", "2"], 0.0
+    )
+    plan = launch(request(), list(fleet.hosts.values()), fleet)
+    *program, loss, tp = dataclasses.replace(asked, resume="no").training_program()
+    assert (loss, tp) == ("--model.loss=chunked", "--parallel.tp=2")
+    for words, adopted in (((tp, loss), True), ((tp,), False), ((tp, loss, loss), False)):
+        for host in fleet.fakes.values():
+            host.plan = dataclasses.replace(plan, program=(*program, *words))
+        assert (guard.adopt_run(asked, fleet) is not None) is adopted
+
+
 def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
     plan = launch(request(), list(fleet.hosts.values()), fleet)
     asked = fleet.fakes["a"].noted

@@ -450,10 +450,6 @@ def test_what_cannot_fit_is_known_before_a_launch():
     assert predict_launch(request, plan, said, None) is None
 
 
-def test_nothing_is_expected_of_units_that_are_not_predicted():
-    assert outlook("--parallel.wrap", "LlamaAttention,Embedding") is None
-
-
 def test_what_was_measured_is_expected():
     flags = ("--parallel.offload", "optimizer")
     plain = outlook(*flags)

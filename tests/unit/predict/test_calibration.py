@@ -103,7 +103,7 @@ def test_it_is_used_for_the_run_that_it_was_made_for_alone():
             outlook(dataclasses.replace(LOAD, **change)).with_calibration(found).needs.time
             == found.with_measured_steps(estimate(LOAD)).time
         )
-    for change in ({"micro_batch": 2}, {"world": 4}, {"wrap": ("LlamaAttention", "LlamaMLP", "Embedding")}):
+    for change in ({"micro_batch": 2}, {"world": 4}, {"fsdp_unit": "sublayer"}):
         other = outlook(dataclasses.replace(LOAD, **change)).with_calibration(found)
         assert other.calibration == found
         assert other.needs.time.data_s == 0

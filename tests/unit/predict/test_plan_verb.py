@@ -142,10 +142,10 @@ def test_more_of_a_machine_is_never_slower_or_smaller(capsys):
 
 def test_smaller_units_take_more_and_smaller_collectives(capsys):
     few, many = (
-        record(capsys, *LARGE, "--nodes", "64", "--training.global_batch_size", "512", "--parallel.wrap", wrap)[1][
+        record(capsys, *LARGE, "--nodes", "64", "--training.global_batch_size", "512", "--parallel.fsdp_unit", unit)[1][
             "time"
         ]
-        for wrap in ("LlamaDecoderLayer,Embedding", "LlamaAttention,LlamaMLP,Embedding")
+        for unit in ("layer", "sublayer")
     )
     assert few["communication_s"] < many["communication_s"] < 1.2 * few["communication_s"]
 
@@ -250,18 +250,6 @@ def test_hardware_that_cannot_be(tmp_path, number):
         ([*LARGE, "--search", "--write", f"{__file__}/a.toml"], "--write: .*/a.toml cannot be written"),
         ([*LARGE, "--search", "--write", "a" * 300], "--write: a+ cannot be written"),
         ([*LARGE, "--what-if", "gpu=a100"], "--gpu: 'a100' is ambiguous; use a100-80 or a100-40"),
-        (
-            [*LARGE, "--parallel.wrap", "Foo"],
-            "--parallel.wrap: plan does not predict FSDP units of Foo; use LlamaDecoderLayer or ",
-        ),
-        (
-            [*LARGE, "--parallel.wrap", "LlamaAttention,Embedding"],
-            "--parallel.wrap: plan does not predict FSDP units of LlamaAttention,Embedding; ",
-        ),
-        (
-            [*LARGE, "--parallel.wrap", "LlamaDecoderLayer,LlamaMLP"],
-            "--parallel.wrap: plan does not predict FSDP units of LlamaDecoderLayer,LlamaMLP; ",
-        ),
     ],
 )
 def test_bad_input(words, message):

@@ -76,15 +76,15 @@ def test_what_needs_no_mesh_comes_first_where_it_fits():
 
 def test_where_logits_do_not_fit_their_loss_is_computed_in_parts():
     first = rank_variants(outlook(SMALL, 4, 65536, 4))[0]
-    assert (first.fit, first.run.loss, untested_features(first.run)) == (Fit.YES, "parts", "--parallel.loss parts")
-    assert first.with_run(dataclasses.replace(first.run, loss="logits")).fit is not Fit.YES
+    assert (first.fit, first.run.loss, untested_features(first.run)) == (Fit.YES, "chunked", "--model.loss chunked")
+    assert first.with_run(dataclasses.replace(first.run, loss="full")).fit is not Fit.YES
 
 
 def test_a_search_offers_no_units_that_the_trainer_does_not_gather_ahead():
     asked = outlook(SMALL, 8, 4096, 64)
     ahead = asked.with_run(dataclasses.replace(asked.run, prefetch=1))
-    assert {each.run.has_half_layer_units for each in variants(asked)} == {True, False}
-    assert {each.run.has_half_layer_units for each in variants(ahead)} == {False}
+    assert {each.run.has_sublayer_units for each in variants(asked)} == {True, False}
+    assert {each.run.has_sublayer_units for each in variants(ahead)} == {False}
 
 
 def test_a_slow_network_makes_tensor_parallelism_the_fastest():
@@ -129,7 +129,7 @@ def test_a_loss_of_parts_is_written_too(tmp_path, capsys):
     ]
     predict.main([*words, "--search", "--write", str(tmp_path / "best.toml"), "--json"])
     first = json.loads(capsys.readouterr().out)["search"][0]
-    assert tomllib.loads((tmp_path / "best.toml").read_text())["parallel"]["loss"] == "parts"
+    assert tomllib.loads((tmp_path / "best.toml").read_text())["model"]["loss"] == "chunked"
     predict.main([*words[:6], "--config", str(tmp_path / "best.toml"), "--json"])
     assert json.loads(capsys.readouterr().out)["time"] == first["time"]
 

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import io
 import json
 import tomllib
@@ -9,8 +10,11 @@ import pytest
 
 from conftest import ROOT
 from llama405b.contract.errors import UserError
+from llama405b.contract.files import write_json
+from llama405b.contract.paths import RunDir
 from llama405b.settings import command, config, schema
 from llama405b.settings.axes import Axes
+from llama405b.spec.plan import NO_PLAN, read_plan
 from llama405b_tools.launch import request
 
 GIVEN = ["--model.path", "m", "--data.paths", "d"]
@@ -168,10 +172,16 @@ def test_a_bad_flag_is_named(flags, words):
     ("key", "value", "words"),
     [
         ("data.learn", "user", "data.learn was renamed; use data.train_on"),
-        ("parallel.fsdp", "fsdp2", "parallel.fsdp was renamed; use parallel.strategy"),
-        ("training.on_spike", "skip", "training.on_spike was renamed; use training.on_loss_spike"),
+        (
+            "parallel.fsdp",
+            "fsdp2",
+            "parallel.fsdp was renamed; use parallel.strategy (fsdp2, fsdp1, zero3, zero2, zero1, ddp, hsdp, 3d, auto)",
+        ),
+        ("parallel.loss", "parts", "parallel.loss was renamed; use model.loss (full, chunked)"),
+        ("model.loss", "parts", "model.loss 'parts' was renamed; use chunked"),
+        ("training.on_spike", "skip", "training.on_spike was renamed; use training.on_loss_spike (warn, skip, stop)"),
         ("training.spike", "4", "training.spike was renamed; use training.loss_spike_factor"),
-        ("checkpoint.place", "node", "checkpoint.place was renamed; use checkpoint.storage"),
+        ("checkpoint.place", "node", "checkpoint.place was renamed; use checkpoint.storage (shared, local)"),
         ("checkpoint.storage", "node", "checkpoint.storage 'node' was renamed; use local"),
         ("parallel.offload", "states", "parallel.offload 'states' was renamed; use optimizer"),
         ("parallel.offload", "full", "parallel.offload 'full' was renamed; use all"),
@@ -182,6 +192,84 @@ def test_what_had_another_name_is_refused_with_the_name_of_now(key, value, words
     section, _, name = key.partition(".")
     (tmp_path / "c.toml").write_text(f'[{section}]\n{name} = "{value}"\n')
     assert refusal(config.read_toml, tmp_path / "c.toml") == f"{tmp_path / 'c.toml'}:2: {words}"
+
+
+def _as_before(text):
+    """A file of all settings, under the names of earlier versions."""
+    for now, before in {
+        "train_on = [": "learn = [",
+        'strategy = "fsdp2"': 'fsdp = "fsdp2"',
+        'fsdp_unit = "sublayer"\nfsdp_embedding = true': 'wrap = ["LlamaAttention", "LlamaMLP", "Embedding"]\nloss = "parts"',
+        'loss = "chunked"\n': "",
+        'offload = "optimizer"': 'offload = "states"',
+        'storage = "local"': 'place = "node"',
+    }.items():
+        assert text.count(now) == 1, now
+        text = text.replace(now, before)
+    return text
+
+
+def test_a_file_that_the_program_wrote_before_is_read_with_the_names_of_now(tmp_path):
+    flags = [
+        "--parallel.fsdp_unit=sublayer",
+        "--model.loss=chunked",
+        "--parallel.offload=optimizer",
+        "--checkpoint.storage=local",
+    ]
+    resolved = command.parse([*GIVEN, *flags]).config
+    (tmp_path / "c.toml").write_text(text := _as_before(config.to_toml(resolved)))
+    assert config.resolve(config.read_toml(tmp_path / "c.toml")) == resolved
+    (tmp_path / "own.toml").write_text(text.partition("[tracking]")[0])  # not all sections: a user's
+    assert "was renamed" in refusal(config.read_toml, tmp_path / "own.toml")
+
+
+def test_a_plan_of_before_is_read_with_the_names_of_now(tmp_path):
+    before = [
+        '--parallel.wrap=["LlamaDecoderLayer"]',
+        "--parallel.loss=parts",
+        "--checkpoint.place=node",
+        "--parallel.wrap=x",
+    ]
+    now = [
+        "--parallel.fsdp_unit=layer",
+        "--parallel.fsdp_embedding=false",
+        "--model.loss=chunked",
+        "--checkpoint.storage=local",
+        "--parallel.wrap=x",  # the trainer refuses it
+    ]
+    run, trainer = RunDir(tmp_path), ("-m", "llama405b.train", "--resume", "auto", "--preset", "demo")
+    for program, expected in (
+        ((*trainer, *before), (*trainer, *now)),
+        (("-m", "mine", *before), ("-m", "mine", *before)),
+    ):
+        write_json(run.plan, dataclasses.replace(NO_PLAN, run="r", program=program))
+        assert read_plan(run).program == expected
+    assert command.parse([*GIVEN, *now[:-1]]).config.model.loss == "chunked"
+
+
+@pytest.mark.parametrize(
+    ("words", "unit", "embedding"),
+    [
+        ("LlamaDecoderLayer,Embedding", "layer", True),
+        ('["LlamaDecoderLayer"]', "layer", False),
+        ("LlamaMLP,Embedding,LlamaAttention", "sublayer", True),
+    ],
+)
+def test_units_may_be_typed_as_their_classes(words, unit, embedding, tmp_path):
+    parallel = command.parse([*GIVEN, "--parallel.wrap", words]).config.parallel
+    assert (parallel.fsdp_unit, parallel.fsdp_embedding) == (unit, embedding)
+    classes = words.split(",") if words[0] != "[" else json.loads(words)
+    (tmp_path / "c.toml").write_text(f"[parallel]\nwrap = {json.dumps(classes)}\n")
+    assert command.parse([*GIVEN, "--config", str(tmp_path / "c.toml")]).config.parallel == parallel
+
+
+@pytest.mark.parametrize(
+    "words", ["LlamaMLP", "LlamaDecoderLayer,LlamaMLP", "LlamaRMSNorm", "Embedding", "[]", "[1, {}]"]
+)
+def test_classes_that_are_no_units_are_refused(words):
+    text = refusal(command.parse, [*GIVEN, "--parallel.wrap", words])
+    assert text.startswith("--parallel.wrap: parallel.wrap is ")
+    assert "; use LlamaDecoderLayer or LlamaAttention,LlamaMLP, with Embedding or without, or set parallel.fsdp" in text
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 128])

@@ -33,11 +33,8 @@ from llama405b.predict.estimate import (
 from llama405b.predict.hardware import DEFAULT_GPU, Gpu, find_gpu, read_gpus
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.search import (
-    HALF_LAYER_UNITS,
-    LAYER_UNITS,
     Fit,
     Prediction,
-    can_predict_units,
     find_model_shape,
     rank_variants,
     resolve_auto,
@@ -248,15 +245,21 @@ PARALLEL_IF_CHANGED = [
     "cp",
     "pp",
     "pp_schedule",
-    "loss",
     "prefetch",
     "reshard_after_forward",
 ]
 IF_CHANGED = [f"parallel.{name}" for name in PARALLEL_IF_CHANGED] + [
     "model.activation_checkpointing",
     "model.activations",
+    "model.loss",
 ]
-SEARCHED_SETTINGS = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
+SEARCHED_SETTINGS = (
+    "parallel.offload",
+    "parallel.fsdp_unit",
+    "parallel.fsdp_embedding",
+    "parallel.moments",
+    "training.micro_batch_size",
+)
 EXIT_CODES = {Fit.NO: EXIT_UNFIT, Fit.RETRIES: EXIT_FAILED}
 PACKAGES = ("torch", "transformers")
 
@@ -415,15 +418,6 @@ def _config_for(requested: Config, machines: Machines) -> Config:
     requested = config.with_global_batch(requested, axes)
     if requested.parallel.is_fsdp1:
         raise UserError("--parallel.strategy: plan does not predict fsdp1; use fsdp2")
-    if not can_predict_units(requested.parallel.wrap):
-        units = ",".join(requested.parallel.wrap) or "nothing"
-        supported = " or ".join(
-            ",".join(name for name in unit_names if name != "Embedding")
-            for unit_names in (LAYER_UNITS, HALF_LAYER_UNITS)
-        )
-        raise UserError(
-            f"--parallel.wrap: plan does not predict FSDP units of {units}; use {supported}, with Embedding or without"
-        )
     return requested
 
 
@@ -525,7 +519,7 @@ def _write_settings(args: argparse.Namespace, settings: Sequence[str], requested
     """Write the settings of the command line and its files, with those that the search chose."""
     run = winner.run
     model = dataclasses.replace(
-        requested.model, activation_checkpointing=str(run.recompute), activations=run.activations
+        requested.model, activation_checkpointing=str(run.recompute), activations=run.activations, loss=run.loss
     )
     training = dataclasses.replace(requested.training, micro_batch_size=run.micro_batch)
     result = dataclasses.replace(
