@@ -110,7 +110,7 @@ step() { # step NAME LIMIT NEEDS EXPECTED ROWS  run the function do_NAME, unless
 }
 
 do_doctor() { ll doctor "$hosts" --deep || [ $? = 1 ]; } # 1: warnings
-do_links() { ll bench "$hosts" --tests start,collectives,copies --within 3m --out "$at/bench" --bundle "$at/bench.json" --with-host-names; }
+do_links() { ll bench "$hosts" --tests start,collectives,copies --time-limit 3m --out "$at/bench" --bundle "$at/bench.json" --with-host-names; }
 
 do_files() { # the same on both hosts: text, model, and what befalls a rank
     made=$(mktemp -d) && mkdir "$made/text" && cp "$root/scripts/first_night_faults.py" "$made" || return

@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="llama405b.bench", description=__doc__)
     parser.add_argument("--probes", required=True, help="names of the probes, separated by commas")
-    parser.add_argument("--within", type=float, required=True, help="seconds")
+    parser.add_argument("--time-limit", type=float, required=True, help="seconds")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--bind", choices=("auto", "off"), default="off")
     parser.add_argument(
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--directory", type=Path, help="directory that `rates` writes to")
     args = parser.parse_args(argv)
     options = Options(args.device, args.bind == "auto", args.load, args.directory)
-    return run_probes_here([Probe(name) for name in args.probes.split(",")], args.within, _print_result, options)
+    return run_probes_here([Probe(name) for name in args.probes.split(",")], args.time_limit, _print_result, options)
 
 
 def _print_result(result: ProbeResult) -> None:

@@ -208,7 +208,7 @@ def main(args: argparse.Namespace) -> int:
         log.add(result)
         print(probes.format_result(result), flush=True)
 
-    code, date = run_probes_here(tests, args.within, on_result), time.strftime("%Y-%m-%d")
+    code, date = run_probes_here(tests, args.time_limit, on_result), time.strftime("%Y-%m-%d")
     print(log.format_report(date))
     if args.bundle:
         write_bundle(args.bundle, log.results(), tests, date, [platform.node()], keep_names=args.with_host_names)

@@ -26,7 +26,7 @@ from llama405b.tracking.start import CLOSE_TIMEOUT_S
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="llama405b track", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="name of a run in this directory")
+    parser.add_argument("--run", help="name or directory of the run [the newest in ./runs]")
     parser.add_argument("--only", choices=TRACKERS, help="upload to this tracker only")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="also upload the model that export wrote there to W&B, as an artifact"
@@ -42,9 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args = _parser().parse(argv)
     set_private_umask()
-    run = RunDir(Path(args.run)) if (Path(args.run) / "config.toml").is_file() else RunDir.from_name(args.run)
-    if not run.config.is_file():
-        raise UserError(f"{args.run}: not a run in this directory; name one (runs are in ./runs)")
+    run = _find_run(args.run)
     if args.model and not (args.model / EXPORT_RECORD).is_file():
         raise UserError(f"--model: {args.model} was not written by `llama405b export`; name a directory that was")
     only = args.only or ("wandb" if args.model else None)
@@ -56,6 +54,21 @@ def main(argv: Sequence[str]) -> int:
     run.tracking.mkdir(parents=True, exist_ok=True)
     codes = [send_metrics(run, name, args.until_closed, args.model, resend=args.again) for name in names]
     return max(codes)
+
+
+def _find_run(name: str | None) -> RunDir:
+    """Return the run of a name or directory; None: the newest here."""
+    places = [Path(name), RunDir.from_name(name).path] if name else sorted(Path("runs").glob("*"), key=_last_change)
+    runs = [run for run in map(RunDir, places) if run.config.is_file()]
+    if not runs:
+        raise UserError(f"--run: {name or 'runs'} has no config.toml of a run; run this in the directory of its ./runs")
+    return runs[0]
+
+
+def _last_change(path: Path) -> float:
+    """Return how long ago a run's settings were written: the newest run comes first."""
+    config = RunDir(path).config
+    return -config.stat().st_mtime if config.is_file() else 0.0
 
 
 def send_metrics(run: RunDir, name: str, pipe: int | None, model: Path | None = None, *, resend: bool = False) -> int:

@@ -371,8 +371,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--with-host-names", action="store_true", help="keep host names and addresses in that file")
     parser.add_argument(
-        "--within",
-        type=lambda text: parse_seconds(text, "--within"),
+        "--time-limit",
+        type=lambda text: parse_seconds(text, "--time-limit"),
         default=540.0,
         metavar="TIME",
         help="total time limit; a test is not started if it would exceed it [9m]",

@@ -303,7 +303,7 @@ class TrackerFeed:
             self._note_failure(error)
         if self.pending_lines:
             lines = pluralize(len(self.pending_lines), "step was", "steps were")
-            self.say(f"tracking {self.name}: {lines} not sent; `llama405b track {self.run.name}` sends them")
+            self.say(f"tracking {self.name}: {lines} not sent; `llama405b track --run {self.run.name}` sends them")
 
     def _open_sink(self) -> Tracker:
         if self.sink:

@@ -46,9 +46,9 @@ class TrackerProcesses:
             if resume_step is not None and sent and is_its_own and sent.step > resume_step:
                 say(
                     f"tracking {name}: it keeps steps {resume_step + 1}-{sent.step} as they are and gets only later ones; "
-                    f"`llama405b track {run.name} --again` sends all steps as a new run"
+                    f"`llama405b track --run {run.name} --again` sends all steps as a new run"
                 )
-            argv = [*module_argv(PROGRAM), str(run.path), "--only", name, "--until-closed", str(read_fd)]
+            argv = [*module_argv(PROGRAM), "--run", str(run.path), "--only", name, "--until-closed", str(read_fd)]
             pid = os.spawnve(os.P_NOWAIT, sys.executable, argv, os.environ | {"PYTHONPATH": python_path})
             self.pids[pid] = name
         os.close(read_fd)
@@ -63,7 +63,7 @@ class TrackerProcesses:
             time.sleep(0.05)
         for pid, name in self.pids.items():
             self.say(
-                f"tracking {name}: not all was sent within {CLOSE_TIMEOUT_S:.0f} s; `llama405b track {self.run.name}` sends the rest"
+                f"tracking {name}: not all was sent within {CLOSE_TIMEOUT_S:.0f} s; `llama405b track --run {self.run.name}` sends the rest"
             )
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

@@ -74,7 +74,7 @@ def test_the_planted_document_is_blamed_and_left_out(work, cli, demo, hosts):
     step = _step_of(work, f"c.jsonl {PLANTED}")
     assert 4 <= step <= 12, step  # of a model that has learnt something before
 
-    found = cli(work, "blame", "x", step)
+    found = cli(work, "blame", step, "--run", "x")
     assert found.returncode == 0, found.stdout + found.stderr
     before = re.search(r"using the weights of \S+/x/checkpoints/step-(\d{8})$", found.stdout, re.MULTILINE)
     assert step - 2 <= int(before[1]) < step
@@ -101,13 +101,13 @@ def test_the_planted_document_is_blamed_and_left_out(work, cli, demo, hosts):
     )
     assert again.returncode == 0, again.stdout + again.stderr
     assert re.search(r"data: 1 range of \d+ tokens excluded from the loss", again.stdout)
-    refused = cli(work, "blame", "x", 99)
+    refused = cli(work, "blame", 99, "--run", "x")
     assert (refused.returncode, "reached step 14; name one up to 15" in refused.stderr) == (2, True)
 
 
 def test_a_run_that_trains_is_not_disturbed(work, cli, demo, corpus):
     flags = [*fake_trainer(demo, corpus), "--training.max_steps", 10**6, "--checkpoint.every", 10**5]
     assert cli(work, "launch", "--run", "y", *flags).returncode == 0
-    refused = wait_for(lambda: "still training" in (tried := cli(work, "blame", "y", 1)).stderr and tried)
+    refused = wait_for(lambda: "still training" in (tried := cli(work, "blame", 1, "--run", "y")).stderr and tried)
     assert (refused.returncode, "run y is still training on the same GPUs" in refused.stderr) == (2, True)
     assert cli(work, "stop", "--run", "y").returncode == 0

@@ -54,7 +54,7 @@ def test_plan_asks_the_hosts_what_they_are_and_launch_refuses_what_cannot_fit(ho
         assert re.match(
             r"llama405b: a GPU has [\d.]+ GiB, but a rank would allocate about [\d,.]+ at the loss; ", refused.stderr
         )
-        assert refused.stderr.endswith("--allow-misfit starts it anyway. Nothing was started\n")
+        assert refused.stderr.endswith("--force-fit starts it anyway. Nothing was started\n")
         assert hosts.exec(1, "ls", f"{hosts.workdir(1)}/runs", check=False).stdout == ""
     finally:
         for i in range(1, N_HOSTS + 1):

@@ -39,7 +39,7 @@ def test_a_module_of_ones_own_runs_over_a_resume(work, cli, demo, corpus):
     resumed = cli(work, "launch", "--run", "x", "--follow", *again, "--extend", "my_module.py")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert list(metrics(work, "x")) == list(range(1, 13))
-    page = cli(work, "report", "x")
+    page = cli(work, "report", "--run", "x")
     assert page.returncode == 0, page.stderr
     html = (work / "runs/x/report.html").read_text()
     assert "own: perplexity" in html

@@ -60,7 +60,7 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
     state = cli(work, "status", "--run", "g")
     assert state.returncode == 0
     assert "guard: ended, 2 restarts" in state.stdout
-    report = cli(work, "report", "g", "--price", 2)
+    report = cli(work, "report", "--run", "g", "--price", 2)
     assert report.returncode == 0, report.stderr
     assert len(re.findall(r"attempt \d: node-[ab]: .*SIGKILL; next step after", report.stdout)) == 2
     page = (work / "runs/g/report.html").read_text()
@@ -159,7 +159,7 @@ def test_a_restart_saves_and_is_its_guards(work, cli, demo, corpus):
     flags = [*fake_trainer(demo, corpus, steps=100_000), "--checkpoint.every", 90_000]
     assert cli(work, "launch", "--run", "alone", *flags).returncode == 0
     wait_for(lambda: heartbeat(work, "alone", 0)["step"] > 2)
-    refused = cli(work, "ask", "alone", "restart")
+    refused = cli(work, "ask", "restart", "--run", "alone")
     assert refused.returncode == 2, refused.stdout
     assert len(refused.stderr.splitlines()) == 1
     assert cli(work, "stop", "--run", "alone", "--grace", 0).returncode == 0
@@ -168,7 +168,7 @@ def test_a_restart_saves_and_is_its_guards(work, cli, demo, corpus):
     flags = [*settings(demo, corpus, steps=100_000), *PACED, "--checkpoint.every", 90_000]
     assert cli(work, "launch", "--run", "again", "--restart", 3, *flags).returncode == 0
     wait_for(lambda: heartbeat(work, "again", 0)["step"] > 2)
-    done = cli(work, "ask", "again", "restart")
+    done = cli(work, "ask", "restart", "--run", "again")
     assert done.returncode == 0, done.stderr
     step = int(re.match(r"attempt 1 is ended after step (\d+), which is saved: ", done.stdout)[1])
     wait_for(lambda: status(work, "again", "node-a")["attempt"] == 2)

@@ -42,12 +42,12 @@ def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
     assert cli(work, "launch", "--run", "asked", *flags, "--checkpoint.every", 90_000).returncode == 0
     wait_for(lambda: heartbeat(work, "asked", 0)["step"] > 2)
 
-    typed = cli(work, "ask", "asked", "save")
+    typed = cli(work, "ask", "save", "--run", "asked")
     step, path = re.fullmatch(r"saved step (\d+): (\S+) on node-a\n", typed.stdout).groups()
     assert (work / path / "manifest.json").exists()
     assert path.endswith(f"step-{int(step):08d}")
 
-    typed = cli(work, "ask", "asked", "profile", "--steps", 2)
+    typed = cli(work, "ask", "profile", "--run", "asked", "--steps", 2)
     others = "the files of the other 1 rank are in the same place on their hosts"
     assert re.fullmatch(rf"a profile of 2 steps: \S+/profile-rank-0\S+ on node-a; {others}\n", typed.stdout), typed
     profile = next(event for event in reversed(ask.events("asked")) if event.kind is EventKind.ANSWERED)
@@ -77,7 +77,7 @@ def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
     assert kinds[0] is EventKind.STARTED
     assert kinds[-1] is EventKind.STOPPED
     assert ask("asked", RequestKind.SAVE) is None  # it no longer lives
-    late = cli(work, "ask", "asked", "save")
+    late = cli(work, "ask", "save", "--run", "asked")
     assert (late.returncode, "run asked is not running" in late.stderr) == (2, True)
 
 
@@ -88,7 +88,7 @@ def test_what_was_asked_before_an_attempt_is_not_asked_of_it(work, cli, demo, co
     wait_for(lambda: heartbeat(work, "none", 0)["step"] > 1)
     refused = ask("none", RequestKind.SAVE)
     assert (refused.path, refused.detail) == ("", "checkpoint.every is 0: this run saves no checkpoints")
-    typed = cli(work, "ask", "none", "save")
+    typed = cli(work, "ask", "save", "--run", "none")
     assert typed.returncode == 1
     assert "run none: checkpoint.every is 0: this run saves no checkpoints" in typed.stderr
     (work / "runs/none/diagnosis").write_text("in the way")

@@ -207,7 +207,7 @@ def test_hosts_and_runs_are_acted_on_from_the_screen(hosts, trains, terminal):
     top.keys("n")
     top.shows(r"\[nothing was done\]", 5)
     top.keys("c", "y")
-    top.shows(rf"llama405b ask {trains} save hosts", 10)
+    top.shows(rf"llama405b ask save --run {trains} hosts", 10)
     top.shows(rf"asked; run {trains} answers after its current step", 30)  # which this trainer does not
     asking = wait_for(lambda: children(top.pid()), 10)
     top.keys("q", "j", "!")

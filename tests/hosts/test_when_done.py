@@ -38,7 +38,7 @@ def test_a_command_after_each_save_that_fails_twice_loses_nothing(work, cli, dem
         assert all((path / name).stat().st_size == seal["bytes"] for name, seal in manifest["files"].items())
     assert list(metrics(work, "s")) == list(range(1, 17))  # training went on
     assert len(list((work / "runs/s/checkpoints").glob("step-*"))) <= 3
-    page = cli(work, "report", "s")
+    page = cli(work, "report", "--run", "s")
     assert page.returncode == 0, page.stderr
     assert "checkpoint.after_save failed: node-a: exit code 5" in (work / "runs/s/report.html").read_text()
 

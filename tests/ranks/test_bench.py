@@ -189,7 +189,7 @@ def test_all_tests_of_a_gpu_fit_into_their_time():
 
 
 def test_one_whose_process_dies_or_takes_too_long_has_failed(tmp_path, cli):
-    late = cli(tmp_path, "bench", "--tests", "exact", "--within", "0.2")
+    late = cli(tmp_path, "bench", "--tests", "exact", "--time-limit", "0.2")
     assert late.returncode == 1
     assert "exact         FAILED after 0 s: no result after 0 s; use --parallel.overlap false" in late.stdout
     command = [sys.executable, "-m", "llama405b_tools.cli", "bench", "--tests", "exact,hiding"]

@@ -131,7 +131,7 @@ def test_a_resume_goes_on_and_what_is_done_again_keeps_its_first_values(demo, tm
     said = _train(demo, run, 6, *OFFLINE, "--resume", "2")
     for name in ("wandb", "tensorboard"):
         assert (
-            f"tracking {name}: it keeps steps 3-4 as they are and gets only later ones; `llama405b track run --ag"
+            f"tracking {name}: it keeps steps 3-4 as they are and gets only later ones; `llama405b track --run run --ag"
             in said
         )
     after = _losses(run)
@@ -155,8 +155,8 @@ def test_a_resume_goes_on_and_what_is_done_again_keeps_its_first_values(demo, tm
     monkeypatch.chdir(tmp_path)
     assert export.main(["run", "out"]) == EXIT_OK
     with pytest.raises(UserError, match="run/model was not written by `llama405b export`"):
-        track.main(["run", "--model", "run/model"])
-    assert track.main(["run", "--model", "out"]) == EXIT_OK
+        track.main(["--run", "run", "--model", "run/model"])
+    assert track.main(["--run", "run", "--model", "out"]) == EXIT_OK
     children = Path("/proc/self/task").glob("*/children")
     ours = [pid for each in children for pid in each.read_text().split()]
     assert "wandb-core\n" not in [Path(f"/proc/{pid}/comm").read_text() for pid in ours]  # so all is in its files
@@ -174,7 +174,7 @@ def test_a_tracker_that_is_dead_costs_no_step_and_is_sent_all_later(demo, tmp_pa
     run = tmp_path / "run"
     nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40}
     said = _train(demo, run, 3, "--tracking.to", "wandb,tensorboard", env=nobody)
-    assert "tracking wandb: not all was sent within 30 s; `llama405b track run` sends the rest" in said
+    assert "tracking wandb: not all was sent within 30 s; `llama405b track --run run` sends the rest" in said
     assert [*_losses(run)] == [1, 2, 3]
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [each for each in commands if str(run).encode() in each and b"commands.track" in each]
@@ -185,17 +185,17 @@ def test_a_tracker_that_is_dead_costs_no_step_and_is_sent_all_later(demo, tmp_pa
     settings = run / "config.toml"
     settings.write_text(settings.read_text().replace("offline = false", "offline = true"))
     monkeypatch.chdir(tmp_path)
-    assert track.main(["run"]) == EXIT_OK
+    assert track.main(["--run", "run"]) == EXIT_OK
     assert [int(row["_step"]) for row in _of_wandb(run)[0]] == [0, 1, 2, 3]
     assert json.loads((run / "tracking/wandb.json").read_text())["step"] == 3
 
     shutil.rmtree(run / "tracking/tensorboard")
     (run / "tracking/tensorboard.json").unlink()
     (run / "tracking/tensorboard").write_text("in the way")
-    assert track.main(["run", "--only", "tensorboard"]) == EXIT_FAILED
+    assert track.main(["--run", "run", "--only", "tensorboard"]) == EXIT_FAILED
     told = capfd.readouterr().out
     assert "tracking tensorboard: " in told
-    assert "4 steps were not sent; `llama405b track run` sends them" in told
+    assert "4 steps were not sent; `llama405b track --run run` sends them" in told
 
 
 def test_a_package_that_is_missing_is_refused_before_training(demo, tmp_path):

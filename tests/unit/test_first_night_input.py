@@ -16,7 +16,8 @@ SCRIPT = ROOT / "scripts/first_night.sh"
         ("", "name a hosts file"),
         (
             "absent",
-            "absent: cannot be read (No such file or directory); pass the path of a hosts file (one host per line), or cd to its directory",
+            "absent: cannot be read (No such file or directory); pass the path of a hosts file (one host per line), "
+            "or cd to its directory; a run is named with --run",
         ),
         ("one", "one: name two hosts, a line each"),
         ("range", "range: name two hosts, a line each"),

@@ -18,11 +18,11 @@ from llama405b_tools.verbs import ask
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["r", "save", "--steps", "2"], "--steps: only a profile has steps"),
-        (["r", "profile", "--steps", "0"], "--steps: 0; use 1 to 100"),
-        (["r", "profile", "--steps", "101"], "--steps: 101; use 1 to 100"),
-        (["../r", "save"], "not a valid run name"),
-        (["r", "all"], "'all'"),
+        (["save", "--run", "r", "--steps", "2"], "--steps: only a profile has steps"),
+        (["profile", "--run", "r", "--steps", "0"], "--steps: 0; use 1 to 100"),
+        (["profile", "--run", "r", "--steps", "101"], "--steps: 101; use 1 to 100"),
+        (["save", "--run", "../r"], "not a valid run name"),
+        (["all", "--run", "r"], "'all'"),
     ],
 )
 def test_bad_input_is_refused(argv, words):
@@ -32,7 +32,7 @@ def test_bad_input_is_refused(argv, words):
 
 def test_the_words_that_it_takes_are_named_as_they_are_typed():
     with pytest.raises(UserError, match=r"save.*profile.*memory.*stacks.*restart") as refused:
-        ask.main(["r", "dance"])
+        ask.main(["dance"])
     assert "RequestKind" not in str(refused.value)
 
 

@@ -106,10 +106,10 @@ def test_a_disk_that_fills_up_is_said(tmp_path, monkeypatch):
 def test_the_time_is_one():
     parser = OneLineParser(prog="x")
     probes.add_options(parser)
-    assert parser.parse(["--within", "9m"]).within == parser.parse([]).within == 540
+    assert parser.parse(["--time-limit", "9m"]).time_limit == parser.parse([]).time_limit == 540
     for text in ("nan", "0x", "-1"):
-        with pytest.raises(UserError, match="--within"):
-            parser.parse([f"--within={text}"])
+        with pytest.raises(UserError, match="--time-limit"):
+            parser.parse([f"--time-limit={text}"])
 
 
 def test_a_result_of_many_figures_is_whole_only_with_its_last_line():

@@ -128,19 +128,19 @@ def test_on_the_screen_a_command_is_ended_by_its_limit_by_x_or_left(monkeypatch)
         top._start_command("llama405b autopsy", ["autopsy"], 1.0)
         top._show_text("llama405b autopsy", ["…"])
         await screen.until(lambda: "it took longer than 1.0s" in screen.text[-1], pilot)
-        top._start_command("llama405b ask r save", ["ask", "r", "save"], 600.0)
-        top._show_text("llama405b ask r save", ["…"])
+        top._start_command("llama405b ask save --run r", ["ask", "save", "--run", "r"], 600.0)
+        top._show_text("llama405b ask save --run r", ["…"])
         await pilot.press("x")
         await screen.until(lambda: "you ended it" in screen.text[-1], pilot)
         assert not any("you ended it" in text for text in screen.said)
         screen.may_end.clear()
-        top._start_command("llama405b ask r memory", ["ask", "r", "memory"], 1.0)
-        top._show_text("llama405b ask r memory", ["…"])
+        top._start_command("llama405b ask memory --run r", ["ask", "memory", "--run", "r"], 1.0)
+        top._show_text("llama405b ask memory --run r", ["…"])
         await pilot.press("escape")
         assert top.ui.path == ["all"]
         screen.may_end.set()
         await screen.until(
-            lambda: any(text.startswith("`llama405b ask r memory`: it took") for text in screen.said), pilot
+            lambda: any(text.startswith("`llama405b ask memory --run r`: it took") for text in screen.said), pilot
         )
         assert not top.commands
         assert not top.ui.running_titles

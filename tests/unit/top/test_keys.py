@@ -322,7 +322,7 @@ def test_what_the_run_would_not_do_is_not_asked(key, change, hint):
 
 
 def test_actions_are_commands_that_can_be_typed():
-    assert keys.action_command("c", "r", "my-hosts") == ["ask", "r", "save", "my-hosts"]
+    assert keys.action_command("c", "r", "my-hosts") == ["ask", "save", "--run", "r", "my-hosts"]
     assert keys.action_command("S", "r", "") == ["stop", "--run", "r"]
 
 

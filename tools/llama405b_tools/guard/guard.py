@@ -154,7 +154,7 @@ def _export_and_run(request: LaunchRequest, plan: Plan, fleet: Fleet, say: Calla
             try:
                 run_verb_on(fleet, head, ["track", plan.run, "--model", request.export], say, plan.setup)
             except (RunError, UserError) as error:  # the model is there
-                retry_command = f"llama405b track {plan.run} --model {request.export}"
+                retry_command = f"llama405b track --run {plan.run} --model {request.export}"
                 say(f"the model was not sent to W&B ({error}); once {head} has a key, type there: {retry_command}")
     if request.when_done:
         say(f"running {request.when_done}")

@@ -388,6 +388,9 @@ def ssh_address(host: Host) -> str:
 MAX_CHARACTERS = 4 << 20
 
 
+DEFAULT_HOSTS_FILE = Path("hosts")
+
+
 def read_hosts(path: Path) -> tuple[Host, ...]:
     """Read a hosts file.
 
@@ -405,7 +408,8 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = reason_of(error)
         raise UserError(
-            f"{path}: cannot be read ({reason}); pass the path of a hosts file (one host per line), or cd to its directory"
+            f"{path}: cannot be read ({reason}); pass the path of a hosts file (one host per line), or cd to its directory; "
+            "a run is named with --run"
         ) from None
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{path}: is too large for a hosts file; name a file with one host per line")

@@ -71,7 +71,7 @@ def run_probes(
         RunError: A host is not fit or did not start, or something is left running.
     """
     device = "cpu" if request.on_cpu else "auto"
-    arguments = ["--probes", ",".join(probes), "--within", f"{within_s:.0f}", "--device", device, *options]
+    arguments = ["--probes", ",".join(probes), "--time-limit", f"{within_s:.0f}", "--device", device, *options]
     program = ("-m", "llama405b.bench", *arguments)
     start_s, screen = time.monotonic(), sys.stdout
     trial = dataclasses.replace(request, config=None, flags=(), program=program, hides_gpus=request.on_cpu, restart=0)
@@ -367,7 +367,7 @@ def _calibration_request(request: LaunchRequest, name: str, settings: Mapping[st
     flags = (*request.flags, *(f"--{key}={value}" for key, value in settings.items()))
     run = f"{request.run}-{name}"
     return dataclasses.replace(
-        request, run=run, config=command.parse(flags).config, flags=flags, allow_misfit=True, restart=0
+        request, run=run, config=command.parse(flags).config, flags=flags, force_fit=True, restart=0
     )
 
 

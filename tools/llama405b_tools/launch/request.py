@@ -53,7 +53,7 @@ def launch_parser() -> OneLineParser:
     add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
     add("--plain", action="store_true", help="follow with every step on its own line, even on a terminal")
     add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
-    add("--allow-misfit", action="store_true", help="start even if `llama405b plan` predicts that the run does not fit")
+    add("--force-fit", action="store_true", help="start even if `llama405b plan` predicts that the run does not fit")
     add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
     add("--dry-run", action="store_true", help="print what would run where, without connecting")
     extend_help = (
@@ -213,11 +213,11 @@ def check_export(args: argparse.Namespace, settings: Config) -> None:
     sends = settings.tracking.log_model and not (args.rehearse or args.evaluate_only or args.blame)
     if sends and args.slurm is not None:
         raise UserError(
-            "--tracking.log_model: a job writes no model; leave it out, and use `llama405b track RUN --model OUT` afterwards"
+            "--tracking.log_model: a job writes no model; leave it out, and use `llama405b track --run RUN --model OUT` afterwards"
         )
     if sends and not args.export:
         raise UserError(
-            "--tracking.log_model: sends what --export writes; add --export OUT, or use `llama405b track RUN --model OUT`"
+            "--tracking.log_model: sends what --export writes; add --export OUT, or use `llama405b track --run RUN --model OUT`"
         )
     if not args.export:
         return
@@ -318,7 +318,7 @@ class LaunchRequest:
     notify_every_s: float  # 0: only if something happens
     rehearse: bool
     allow_sockets: bool
-    allow_misfit: bool
+    force_fit: bool
     slurm: str | None  # sbatch's options; None: by SSH
     places: Mapping[str, str]  # cache and scratch on a job's nodes, like cache= and scratch= in a hosts file
     typed_in: str  # the directory
@@ -467,7 +467,7 @@ def _build_request(args: argparse.Namespace, now: float) -> LaunchRequest:
         notify_every_s=parse_seconds(args.notify_every, "--notify-every"),
         rehearse=args.rehearse,
         allow_sockets=args.allow_sockets,
-        allow_misfit=args.allow_misfit,
+        force_fit=args.force_fit,
         slurm=args.slurm,
         places={key: path for key, path in (("cache", args.cache), ("scratch", args.scratch)) if path},
         evaluates=args.evaluate_only or bool(args.blame),

@@ -289,7 +289,7 @@ def refuse_misfit(outlook: Prediction) -> None:
         why = f"a host has {has:,.0f} GiB of memory, but the run would take about {takes:,.0f}"
     else:
         return
-    raise UserError(f"{why}; `llama405b plan` shows what fits; --allow-misfit starts it anyway. Nothing was started")
+    raise UserError(f"{why}; `llama405b plan` shows what fits; --force-fit starts it anyway. Nothing was started")
 
 
 def _link_bytes_per_s(answer: LaunchFacts, interface: str) -> float:
@@ -432,7 +432,7 @@ def check_and_plan(
     outlook = predict_launch(request, plan, answers, read_calibration(request.hosts_file, hosts))
     if outlook:
         plan = dataclasses.replace(plan, expected_step_s=outlook.needs.step_s or 0.0)
-        if not request.allow_misfit and (has_fewer_hosts or not is_restart):
+        if not request.force_fit and (has_fewer_hosts or not is_restart):
             refuse_misfit(outlook)
     return CheckedLaunch(request, answers, host_specs, plan, outlook)
 

@@ -5,7 +5,6 @@ A host can also be made to run a verb: to write a model from its checkpoint, or 
 """
 
 import dataclasses
-import re
 import shlex
 import sys
 import time
@@ -17,11 +16,11 @@ from llama405b.contract.errors import RunError, UserError, fmt_if
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import FailureRecord, StopMark
-from llama405b.spec.plan import Plan, read_plan
+from llama405b.spec.plan import Plan, check_run_name, read_plan
 from llama405b_tools.agent import processes
 from llama405b_tools.agent.messages import RUNNER_END_TIMEOUT_S, STOP_TIMEOUT_S, StopReply, StopRequest
 from llama405b_tools.agent.processes import record_failure
-from llama405b_tools.hosts.fleet import Fleet, read_hosts, run_streaming
+from llama405b_tools.hosts.fleet import DEFAULT_HOSTS_FILE, Fleet, read_hosts, run_streaming
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, module_line, replies, shell_path
 from llama405b_tools.run.query import ask_hosts, host_of, plan_in_directory
@@ -102,9 +101,9 @@ def job_hosts(run: str) -> tuple[Host, ...]:
 
 def find_requested_job(run: str | None, hosts_file: Path) -> str | None:
     """Return the requested run if it is a job: the one named, or the newest if there is no hosts file."""
-    if run and re.fullmatch(r"[\w.-]+", run) and job_record(run):
+    if run and job_record(run):
         return run
-    if run or hosts_file.exists():
+    if run or hosts_file.exists() or hosts_file != DEFAULT_HOSTS_FILE:
         return None
     jobs = [path for path in Path("runs").glob("*/slurm.json") if job_record(path.parent.name)]
     jobs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -186,7 +185,7 @@ class HostsBackend:
     def hosts(self) -> tuple[Host, ...]:
         """See ``Backend``; where there is no ./hosts, those of the run whose plan is in this directory."""
         if (
-            self.hosts_file == Path("hosts")
+            self.hosts_file == DEFAULT_HOSTS_FILE
             and not self.hosts_file.exists()
             and (plan := plan_in_directory(self.run)).nodes
         ):
@@ -256,7 +255,13 @@ class JobBackend:
 
 
 def backend_of(run: str | None, hosts_file: Path) -> Backend:
-    """Return the backend of the run named, or of the newest job if there is no hosts file."""
+    """Return the backend of the run named, or of the newest job if there is no hosts file.
+
+    Raises:
+        UserError: The name is not one that a run can have.
+    """
+    if run:
+        check_run_name(run)
     job = find_requested_job(run, hosts_file)
     return JobBackend(job) if job else HostsBackend(run, hosts_file)
 

@@ -47,11 +47,13 @@ ACTIONS = {
     "a": Action(
         "look at what every rank of {run} is doing, and who holds it up", ("autopsy", "--run", "{run}"), LOOK_S
     ),
-    "c": Action("save a checkpoint of {run} now", ("ask", "{run}", "save"), ASK_S),
-    "p": Action("trace the next step of every rank of {run}", ("ask", "{run}", "profile"), ASK_S),
-    "M": Action("tell what the memory of every rank of {run} holds", ("ask", "{run}", "memory"), ASK_S),
+    "c": Action("save a checkpoint of {run} now", ("ask", "save", "--run", "{run}"), ASK_S),
+    "p": Action("trace the next step of every rank of {run}", ("ask", "profile", "--run", "{run}"), ASK_S),
+    "M": Action("tell what the memory of every rank of {run} holds", ("ask", "memory", "--run", "{run}"), ASK_S),
     "R": Action(
-        "save, end this attempt of {run}, and have its guard start the next", ("ask", "{run}", "restart"), END_S
+        "save, end this attempt of {run}, and have its guard start the next",
+        ("ask", "restart", "--run", "{run}"),
+        END_S,
     ),
     "S": Action("stop {run} on every host; it saves first", ("stop", "--run", "{run}"), END_S),
     SHELL: Action("open a shell on {host}", ()),

@@ -6,16 +6,15 @@ To complete, the shell runs the program, which calls argcomplete with the parser
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from llama405b.settings import config
 from llama405b.settings.command import OneLineParser
 from llama405b.settings.schema import SETTING_TYPES
-from llama405b_tools.hosts.fleet import read_hosts
+from llama405b_tools.hosts.fleet import DEFAULT_HOSTS_FILE, read_hosts
 from llama405b_tools.hosts.inventory import Host, parse_hosts
-
-DEFAULT_HOSTS_FILE = Path("hosts")
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +38,11 @@ def resolve_hosts(hosts_source: Path | Sequence[str] | None) -> tuple[Host, ...]
     return parse_hosts("\n".join(hosts_source), "HOSTS")
 
 
-def verb_parser(verb: str, description: str | None) -> OneLineParser:
-    """Return a parser with the arguments that status, stop, logs and attach share."""
+def verb_parser(verb: str, description: str | None, words: Mapping[str, Any] | None = None) -> OneLineParser:
+    """Return a parser with the arguments that all verbs about a run share; ``words``: arguments before HOSTS."""
     parser = OneLineParser(prog=f"llama405b {verb}", description=description)
+    for name, options in (words or {}).items():
+        parser.add_argument(name, **options)
     add_hosts(parser)
     parser.add_argument(
         "--run",

@@ -13,8 +13,7 @@ from pathlib import Path
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import EXIT_OK, RunError, UserError, parse_seconds, pluralize
 from llama405b.contract.records import MAX_PROFILED_STEPS, Cause, CauseKind, FailureRecord, RequestKind, RunEvent
-from llama405b.settings.command import OneLineParser
-from llama405b.spec.plan import Plan, check_run_name
+from llama405b.spec.plan import Plan
 from llama405b_tools.agent.messages import AnswerReply, AnswerRequest, AskReply, AskRequest, HostRun
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import replies
@@ -33,7 +32,7 @@ from llama405b_tools.run.query import (
     run_progress,
 )
 from llama405b_tools.text.figures import format_duration
-from llama405b_tools.verbs.arguments import add_hosts
+from llama405b_tools.verbs.arguments import verb_parser
 
 POLL_S = 1.0
 RESTART = "restart"  # not sent to the run: its attempt is ended, and its guard starts the next
@@ -41,11 +40,9 @@ RESTART = "restart"  # not sent to the run: its attempt is ended, and its guard 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    parser = OneLineParser(prog="llama405b ask", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="name of the run")
     kinds = [*(kind.value for kind in RequestKind), RESTART]
-    parser.add_argument("kind", metavar="WHAT", choices=kinds, help="save, profile, memory, stacks or restart")
-    add_hosts(parser)
+    what = {"metavar": "WHAT", "choices": kinds, "help": "save, profile, memory, stacks or restart"}
+    parser = verb_parser("ask", __doc__, {"kind": what})
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps to profile, 100 at most [1]")
     parser.add_argument(
         "--wait",
@@ -60,13 +57,13 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--steps: {args.steps}; use 1 to {MAX_PROFILED_STEPS}")
     if args.steps != 1 and kind is not RequestKind.PROFILE:
         raise UserError(f"--steps: only a profile has steps; remove it, or ask for {RequestKind.PROFILE}")
-    backend = backend_of(check_run_name(args.run), args.hosts)
+    backend = backend_of(args.run, args.hosts)
     with Fleet(backend.hosts()) as fleet:
-        head, plan, host_runs = find_head(fleet, args.run)
+        head, plan, host_runs = find_head(fleet, backend.run)
         if args.kind == RESTART:
             check_guarded(fleet, plan.run, host_runs)
             return restart(fleet, backend, head, plan, host_runs, wait_s)
-        answer = send_request(fleet, head, AskRequest(args.run, kind, operator_name(), args.steps), wait_s)
+        answer = send_request(fleet, head, AskRequest(plan.run, kind, operator_name(), args.steps), wait_s)
     print(describe_result(kind, answer, head, plan.world_size, args.steps))
     return EXIT_OK
 
@@ -122,9 +119,9 @@ def _describe_end(nodes: Sequence[HostRun]) -> str:
     return f" after step {last_metrics.step}; {pluralize(lost_steps, 'step')} since {saved or 'its beginning'} will be repeated"
 
 
-def find_head(fleet: Fleet, run: str) -> tuple[str, Plan, Sequence[HostRun]]:
+def find_head(fleet: Fleet, requested_run: str | None) -> tuple[str, Plan, Sequence[HostRun]]:
     """Return the host of a live run's rank 0, the run's plan, and its hosts' reports."""
-    _, host_replies = ask_hosts(fleet, run)
+    run, host_replies = ask_hosts(fleet, requested_run)
     host_runs, head = host_runs_of(host_replies), head_of(host_replies)
     live_hosts = [name for name, host_run in host_runs.items() if host_run.alive]
     if not live_hosts:

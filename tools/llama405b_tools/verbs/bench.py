@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             for number, (name, scope_hosts) in enumerate(list_scopes(hosts), 1):
                 print(f"{name}:", flush=True)
                 request = dataclasses.replace(base, run=f"{base.run}-{number}")
-                results = run_probes(request, scope_hosts, fleet, tests, args.within, report_result)
+                results = run_probes(request, scope_hosts, fleet, tests, args.time_limit, report_result)
                 failed_probes = [result.probe for result in results if result.fault]
                 if failed_probes:
                     code = EXIT_FAILED

@@ -3,7 +3,7 @@
 Each document of the step is run through the model alone, with the weights of the last checkpoint before the step, on the run's hosts.
 The report shows its loss, its gradient norm, and how far they are from those of the other documents. Weights do not change. This is a
 separate run that takes about one step's time per document; the original run must have ended. Resume with --data.skip LIST to mask the
-listed documents. Other options are those of launch: repeat --env, --setup-line and --secret as for the original run; or --run NAME.
+listed documents. Other options are those of launch: repeat --env, --setup-line and --secret as for the original run.
 """
 
 import tempfile
@@ -14,14 +14,13 @@ from llama405b.contract.checkpoints import REPLICA_PREFIX, list_committed, step_
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.settings.command import OneLineParser
-from llama405b.spec.plan import check_run_name
 from llama405b_tools.agent.messages import PartsReply, PartsRequest
 from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
 from llama405b_tools.run.screen import show
 from llama405b_tools.verbs import launch
-from llama405b_tools.verbs.arguments import add_hosts
+from llama405b_tools.verbs.arguments import verb_parser
 from llama405b_tools.verbs.report import request_report
 
 
@@ -30,10 +29,10 @@ def main(argv: Sequence[str]) -> int:
     args, options = _parser().parse_known_args(argv)
     if args.step < 1:
         raise UserError(f"STEP: {args.step} is not a step; use 1 or more")
-    backend = backend_of(check_run_name(args.run), args.hosts)
-    if backend.has_local_files:
+    backend = backend_of(args.run, args.hosts)
+    if backend.run and backend.has_local_files:
         raise UserError(
-            f"run {args.run} is a Slurm job, so this must be one too: `{_slurm_command(args.run, args.step)}`"
+            f"run {backend.run} is a Slurm job, so this must be one too: `{_slurm_command(backend.run, args.step)}`"
         )
     with Fleet(backend.hosts()) as fleet:
         run, host_replies = ask_hosts(fleet, backend.run)
@@ -75,8 +74,4 @@ def _slurm_command(run: str, step: int) -> str:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="llama405b blame", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="name of the run; it must have ended")
-    parser.add_argument("step", metavar="STEP", type=int, help="the step that went wrong")
-    add_hosts(parser)
-    return parser
+    return verb_parser("blame", __doc__, {"step": {"metavar": "STEP", "type": int, "help": "the step that went wrong"}})

@@ -22,7 +22,7 @@ from llama405b_tools.report.page import format_report, render_page
 from llama405b_tools.report.summary import Summary
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import RunReplies, ask_run
-from llama405b_tools.verbs.arguments import add_hosts
+from llama405b_tools.verbs.arguments import verb_parser
 
 GATHER_TIMEOUT_S = 120.0  # a long run's metrics can be a hundred megabytes
 
@@ -72,9 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="llama405b report", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="name of the run")
-    add_hosts(parser)
+    parser = verb_parser("report", __doc__)
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write the page [runs/RUN/report.html, or RUN.html]"
     )

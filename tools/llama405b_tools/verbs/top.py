@@ -23,7 +23,7 @@ from llama405b.contract import reader
 from llama405b.contract.errors import EXIT_OK, UserError, parse_seconds
 from llama405b.settings.command import OneLineParser
 from llama405b.spec.plan import check_run_name
-from llama405b_tools.hosts.fleet import Fleet, find_hosts_file, hosts_argument, program_name
+from llama405b_tools.hosts.fleet import DEFAULT_HOSTS_FILE, Fleet, find_hosts_file, hosts_argument, program_name
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, HostsBackend, backend_of
@@ -37,7 +37,7 @@ from llama405b_tools.top.exporter import Exporter, VerdictNotifier, parse_listen
 from llama405b_tools.top.remembered import RELOAD_CODE, handle_signals, in_browser
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
 from llama405b_tools.top.state.picture import ClusterView, HostState
-from llama405b_tools.verbs.arguments import DEFAULT_HOSTS_FILE, resolve_hosts
+from llama405b_tools.verbs.arguments import resolve_hosts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,7 +113,7 @@ def _parser() -> OneLineParser:
     )
     add("--sort", choices=SORTS, help="order of the hosts [on a terminal as last time, else worst]")
     add("--filter", default="", metavar="TEXT", help="show only hosts whose name, state or notes contain TEXT")
-    add("--odd", action="store_true", help="show only unhealthy hosts")
+    add("--unhealthy", action="store_true", help="show only unhealthy hosts")
     add(
         "--theme",
         choices=THEMES,
@@ -184,7 +184,7 @@ def _start(
         session.ui.sort = args.sort or session.ui.sort
         session.ui.theme = args.theme or session.ui.theme
         session.ui.filter = args.filter
-        session.ui.odd_only = args.odd
+        session.ui.odd_only = args.unhealthy
         exporter = stack.enter_context(contextlib.closing(Exporter(args.metrics))) if args.metrics else None
         session.ui.refusals = keys.refusals(
             is_live=bool(fleet), read_only=args.read_only, has_file=bool(files), in_job=in_job, in_browser=in_browser()
