@@ -21,7 +21,7 @@ from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.settings.command import OneLineParser
 from llama405b.settings.schema import TRACKERS
 from llama405b.tracking.feed import POLL_S, TrackerFeed
-from llama405b.tracking.start import CLOSE_TIMEOUT_S
+from llama405b.tracking.uploads import CLOSE_TIMEOUT_S
 
 
 def _parser() -> OneLineParser:

@@ -79,7 +79,7 @@ from llama405b.spec.models import (
     read_peft,
 )
 from llama405b.spec.rules import check_mesh, rounding_note
-from llama405b.tracking.start import TrackerProcesses, check_packages
+from llama405b.tracking.uploads import TrackerProcesses, check_packages
 from llama405b.training.checkpointer import Checkpointer
 from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluator, Prompts

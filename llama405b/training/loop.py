@@ -19,7 +19,7 @@ from llama405b.optim.updater import Updater
 from llama405b.parallel.busy import BusyMeter
 from llama405b.parallel.passes import ForwardBackward
 from llama405b.settings.schema import Config
-from llama405b.tracking.start import TrackerProcesses
+from llama405b.tracking.uploads import TrackerProcesses
 from llama405b.training.checkpointer import STOP_PATIENCE_S, Checkpointer
 from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluator

@@ -6,7 +6,7 @@ import re
 import pytest
 from causes import Case, is_right, stays_quiet, strikes
 
-from llama405b_tools.agent.autopsy import rank_processes
+from llama405b_tools.agent.evidence import rank_processes
 from ops_rig import FAKE_TRAINER, wait_for
 
 

@@ -39,7 +39,7 @@ def _packages(monkeypatch):
 
 def trainer():
     """Be the trainer on one of the ranks, with the trackers' packages; where W&B is dead, its time is over when the others have ended."""
-    from llama405b.tracking import start
+    from llama405b.tracking import uploads
     from llama405b.train import run_and_exit
     from llama405b.training import build
 
@@ -49,12 +49,12 @@ def trainer():
     def monotonic():
         [trackers] = closing
         alone = [*trackers.pids.values()] == ["wandb"] and trackers.run.sent("wandb").exists()
-        return start.CLOSE_TIMEOUT_S if alone and "WANDB_BASE_URL" in os.environ else 0.0
+        return uploads.CLOSE_TIMEOUT_S if alone and "WANDB_BASE_URL" in os.environ else 0.0
 
-    class Trackers(start.TrackerProcesses):
+    class Trackers(uploads.TrackerProcesses):
         def close(self):
             closing.append(self)
-            start.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+            uploads.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
             super().close()
 
     build.TrackerProcesses = Trackers

@@ -6,7 +6,7 @@ import queue
 from llama405b.contract import reader
 from llama405b.contract.records import NodeState, NodeStatus
 from llama405b_tools.agent import agent
-from llama405b_tools.agent.autopsy import HostEvidence
+from llama405b_tools.agent.evidence import HostEvidence
 from llama405b_tools.agent.launch_facts import HeadRoute, LaunchFacts
 from llama405b_tools.agent.machine import DirectoryCheck
 from llama405b_tools.agent.messages import (
@@ -28,7 +28,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import CommandResult, HostError
 from llama405b_tools.parsers import Rdma
-from llama405b_tools.run.autopsy import LOAD_COMMAND
+from llama405b_tools.run.diagnosis import LOAD_COMMAND
 
 
 class FakeHost:

@@ -10,7 +10,7 @@ import torch
 
 from llama405b.contract.paths import RunDir
 from llama405b.distributed import ranks
-from llama405b_tools.agent.autopsy import dump_flight_records
+from llama405b_tools.agent.evidence import dump_flight_records
 
 NAMES = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE")
 

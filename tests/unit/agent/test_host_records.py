@@ -13,8 +13,8 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Cause, CauseKind, FailureRecord, GuardState
 from llama405b.spec.plan import Node, Plan
 from llama405b_tools.agent import processes
-from llama405b_tools.agent.autopsy import EvidenceRequest, evidence
 from llama405b_tools.agent.describe import status
+from llama405b_tools.agent.evidence import EvidenceRequest, evidence
 from llama405b_tools.agent.messages import GuardNote, StatusRequest, StopRequest
 from llama405b_tools.agent.processes import machine_id, note, record_failure
 from llama405b_tools.agent.starting import stop

@@ -7,7 +7,7 @@ import pytest
 
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import dumps
-from llama405b_tools.agent import autopsy, streaming
+from llama405b_tools.agent import evidence, streaming
 from llama405b_tools.agent.messages import StreamRequest
 from llama405b_tools.agent.streaming import REWRITTEN_NOTICE, HostLogs
 from llama405b_tools.hosts.transport import MAX_LINE
@@ -213,5 +213,5 @@ def test_a_long_line_is_cut_once(logs_of):
 def test_an_autopsy_has_a_bar_s_last_state_and_what_was_said_before(logs_of):
     _, path = logs_of
     path.write_bytes(b"loaded\n" + b"".join(b"\rLoading %d%%" % i for i in range(3000)) + b"\rWARNING: x\rLoading 99%")
-    [said] = autopsy._last_lines(RunDir(path.parents[5]), "a", 0).values()
+    [said] = evidence._last_lines(RunDir(path.parents[5]), "a", 0).values()
     assert said[-3:] == ("Loading 2999%", "WARNING: x", "Loading 99%")

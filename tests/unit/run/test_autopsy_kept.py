@@ -8,9 +8,9 @@ from llama405b.contract import reader
 from llama405b.contract.files import append_line
 from llama405b.contract.paths import RunDir
 from llama405b.spec.plan import Node, Plan
-from llama405b_tools.agent.autopsy import HostEvidence, RankEvidence, _check_disks, _read_progress
+from llama405b_tools.agent.evidence import HostEvidence, RankEvidence, _check_disks, _read_progress
 from llama405b_tools.parsers import StackFrame, Thread
-from llama405b_tools.run.autopsy import Autopsy, diagnose_run, last_stacks, save_autopsy, take_autopsy
+from llama405b_tools.run.diagnosis import Autopsy, diagnose_run, last_stacks, save_autopsy, take_autopsy
 
 MAIN = Thread("main", (StackFrame("/w/llama405b/data/documents.py", 88, "rows", "file.read(n)"),), is_main=True)
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from llama405b.contract.records import Cause, CauseKind, Phase, TrainingPosition
-from llama405b_tools.agent.autopsy import (
+from llama405b_tools.agent.evidence import (
     DiskEvidence,
     HostConditions,
     HostEvidence,
@@ -17,7 +17,7 @@ from llama405b_tools.agent.autopsy import (
 from llama405b_tools.agent.messages import RankHeartbeat
 from llama405b_tools.parsers import StackFrame, Thread
 from llama405b_tools.run import judge
-from llama405b_tools.run.autopsy import (
+from llama405b_tools.run.diagnosis import (
     DiagnosisKind,
     FaultKind,
     RankActivity,

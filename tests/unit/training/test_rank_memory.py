@@ -9,8 +9,8 @@ import pytest
 
 from llama405b.contract.records import POSITION_BYTES, STACKS_SIGNAL, UNIT_BYTES, TrainingPosition, parse_position
 from llama405b.training.journal import LiveProgress, unit_label
-from llama405b_tools.agent import autopsy
-from llama405b_tools.agent.autopsy import (
+from llama405b_tools.agent import evidence
+from llama405b_tools.agent.evidence import (
     ProcessCounters,
     RankMemoryReader,
     handles_signal,
@@ -82,10 +82,10 @@ def test_a_process_that_does_not_catch_the_signal_is_not_sent_it(process):
 def test_a_rank_that_is_stopped_is_not_waited_for(process, monkeypatch):
     child = process(RANK, PYTHONPATH=":".join(sys.path))
     child.send_signal(signal.SIGSTOP)
-    wait_for(lambda: autopsy.processes.process_state(child.pid) == "T")
+    wait_for(lambda: evidence.processes.process_state(child.pid) == "T")
     memory = RankMemoryReader.from_pid(child.pid)
     memory.request_stacks()
-    monkeypatch.delattr(autopsy, "time")  # nothing looks at the clock
+    monkeypatch.delattr(evidence, "time")  # nothing looks at the clock
     assert memory.wait_for_stacks() == ()
     assert memory.read_position().step == 4711
 
@@ -94,9 +94,9 @@ def test_of_a_rank_and_its_own_children_the_rank_is_taken(process, tmp_path):
     parent = process(
         "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('ready', flush=True); time.sleep(60)"
     )
-    wait_for(lambda: len(autopsy.processes.find_marked(f"{tmp_path}:host")) == 2)
+    wait_for(lambda: len(evidence.processes.find_marked(f"{tmp_path}:host")) == 2)
     assert rank_processes(f"{tmp_path}:host") == {5: parent.pid}
-    for pid in autopsy.processes.find_marked(f"{tmp_path}:host"):
+    for pid in evidence.processes.find_marked(f"{tmp_path}:host"):
         if pid != parent.pid:
             os.kill(pid, signal.SIGKILL)
 

@@ -31,7 +31,7 @@ ACTIONS = {  # action: the module of the function of that name, imported on dema
     "answer": "agent.describe",
     "account_of": "agent.reports",
     "report_of": "agent.reports",
-    "evidence": "agent.autopsy",
+    "evidence": "agent.evidence",
     "stream": "agent.streaming",
     "probe": "agent.launch_facts",
     "planned": "agent.describe",

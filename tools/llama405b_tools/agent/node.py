@@ -31,8 +31,8 @@ from llama405b.contract.software import module_argv
 from llama405b.spec.plan import read_plan
 from llama405b_tools import parsers
 from llama405b_tools.agent import processes
-from llama405b_tools.agent.autopsy import rank_processes
 from llama405b_tools.agent.describe import NO_STOP, read_stop_mark, stopped_by
+from llama405b_tools.agent.evidence import rank_processes
 from llama405b_tools.agent.messages import KILL_AFTER_S
 from llama405b_tools.agent.processes import (
     MARKER,

@@ -28,8 +28,8 @@ from llama405b_tools.agent.sampled_run import overdue_save
 from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run import judge
-from llama405b_tools.run.autopsy import examine_failure
 from llama405b_tools.run.backends import stop_launch
+from llama405b_tools.run.diagnosis import examine_failure
 from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, log_words, unstopped_hosts
 from llama405b_tools.run.query import HostMessage, Streams, Unreachable
 from llama405b_tools.run.screen import NoReaderError, PlainPrinter, Printer, make_printer, show

@@ -28,7 +28,7 @@ from llama405b.contract.errors import fmt_if, pluralize, reason_of
 from llama405b.contract.software import module_argv
 from llama405b_tools.hosts.transport import shell_path
 from llama405b_tools.run import log_reader
-from llama405b_tools.run.autopsy import last_stacks
+from llama405b_tools.run.diagnosis import last_stacks
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.run.screen import terminal_command
 from llama405b_tools.text.figures import format_duration

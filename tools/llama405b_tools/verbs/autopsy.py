@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, EXIT_UNFIT, UserError, parse_seconds
 from llama405b.contract.reader import dumps
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.run.autopsy import Autopsy, DiagnosisKind, save_autopsy, take_autopsy
 from llama405b_tools.run.backends import backend_of
+from llama405b_tools.run.diagnosis import Autopsy, DiagnosisKind, save_autopsy, take_autopsy
 from llama405b_tools.run.judge import HANG_AFTER_S
 from llama405b_tools.run.query import ask_run, fetch_plan, host_runs_of
 from llama405b_tools.verbs.arguments import verb_parser

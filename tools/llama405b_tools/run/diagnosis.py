@@ -20,7 +20,7 @@ from llama405b.contract.files import read_record, write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import PROCESS_STATE_NOTES, Cause, CauseKind, Phase, describe_rank_exit
 from llama405b.spec.plan import Plan
-from llama405b_tools.agent.autopsy import EvidenceRequest, HostEvidence, RankEvidence, RunProgress
+from llama405b_tools.agent.evidence import EvidenceRequest, HostEvidence, RankEvidence, RunProgress
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import failure_texts, replies
 from llama405b_tools.parsers import StackFrame, Thread, load_per_core
