@@ -1,11 +1,11 @@
 """Break the product on purpose, one place at a time, and say whether the tests that are to see it do.
 
-    .venv/bin/python scripts/mutations.py [WORDS]
+    .venv/bin/python scripts/mutations.py [random] [WORDS]
 
-Each mutation of mutations.toml is tried in a copy of this checkout, with the tests that it names alone; ``WORDS``: only those whose text or
-tests have them. Exit code 1 if one survives, or does not apply any more, or if its tests fail without it. The tests named are those
-that were once longer: when one is merged, shortened, or started with a fake trainer, this tells whether it still sees what it is for.
-Half an hour.
+Each mutation of mutations.toml, or with ``random`` each mutant of mutants.toml that a test killed, is tried in a copy of this checkout,
+with the tests that it names alone; ``WORDS``: only those whose text or tests have them. Exit code 1 if one survives, or does not apply
+any more, or if its tests fail without it. The tests named in mutations.toml are those that were once longer: when one is merged,
+shortened, or started with a fake trainer, this tells whether it still sees what it is for. Half an hour.
 """
 
 import dataclasses
@@ -33,20 +33,25 @@ class Mutation:
     tests: tuple[str, ...]
 
 
-def read_mutations() -> list[Mutation]:
-    """Those of mutations.toml."""
-    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["mutation"]
-    return [Mutation(each["old"], each["new"], tuple(f"tests/{test}" for test in each["tests"])) for each in tables]
+def read_mutations(name: str) -> list[Mutation]:
+    """Those of a file that have tests."""
+    [tables] = tomllib.loads(Path(__file__).with_name(name).read_text()).values()
+    return [
+        Mutation(each["old"], each["new"], tuple(f"tests/{test}" for test in each["tests"]))
+        for each in tables
+        if each["tests"]
+    ]
 
 
-def main(words: str) -> int:
+def main(argv: list[str]) -> int:
     """Try the mutations, and print what became of each; returns 1 if one was not killed."""
-    chosen = [each for each in read_mutations() if words in " ".join((each.old, *each.tests))]
+    is_random = argv[:1] == ["random"]
+    words = " ".join(argv[is_random:])
+    mutations = read_mutations("mutants.toml" if is_random else "mutations.toml")
+    chosen = [each for each in mutations if words in " ".join((each.old, *each.tests))]
     alive = 0
     with tempfile.TemporaryDirectory(prefix="l4mutations-") as scratch:
-        copy = Path(scratch) / "checkout"
-        shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
-        install(copy)
+        copy = make_copy(scratch)
         good = {tests: run_tests(tests, copy) == 0 for tests in {each.tests for each in chosen}}
         for mutation in chosen:
             outcome, seconds = tried(mutation, copy) if good[mutation.tests] else ("FAILS WITHOUT", 0.0)
@@ -71,6 +76,14 @@ def tried(mutation: Mutation, copy: Path) -> tuple[str, float]:
     return {0: "SURVIVED", 1: "killed"}.get(code, f"NOT RUN ({code})"), time.monotonic() - began
 
 
+def make_copy(scratch: str) -> Path:
+    """Copy this checkout, with an environment of its own."""
+    copy = Path(scratch) / "checkout"
+    shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+    install(copy)
+    return copy
+
+
 def install(copy: Path) -> None:
     """Make a copy an environment in which it is what is installed, beside the packages of this one: hosts start what is."""
     venv.create(copy / ".venv", symlinks=True)
@@ -93,4 +106,4 @@ def shown(mutation: Mutation) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(" ".join(sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))
