@@ -413,11 +413,10 @@ MAX_SHOWN = 8  # of a search, and as many of what has run on one GPU at most
 
 def ranking_lines(predictions: Sequence[Prediction]) -> list[str]:
     """Format the best results of a search as a table."""
-    lines = ["", "  offload    moments  units   micro-batch    GPU GiB  RAM GiB   step s  tokens/s"]
+    lines = ["", "  offload    moments  unit      micro-batch    GPU GiB  RAM GiB   step s  tokens/s"]
     tested = [candidate for candidate in predictions if not untested_features(candidate.run)]
     untested = [candidate for candidate in predictions if untested_features(candidate.run)]
     for candidate in [*tested[:MAX_SHOWN], *untested[:MAX_SHOWN]]:
-        units = "halves" if candidate.run.has_sublayer_units else "layers"
         moments = "bf16" if candidate.run.numerics in BF16_NUMERICS else candidate.run.moments
         time = (
             f"{candidate.needs.step_s:8.1f} {candidate.tokens_per_s:9,.0f}"
@@ -425,7 +424,7 @@ def ranking_lines(predictions: Sequence[Prediction]) -> list[str]:
             else "        -         -"
         )
         lines.append(
-            f"  {candidate.run.offload:9}  {moments:7}  {units:6}  {candidate.run.micro_batch:11}  "
+            f"  {candidate.run.offload:9}  {moments:7}  {candidate.run.fsdp_unit:8}  {candidate.run.micro_batch:11}  "
             f"{format_short_memory(candidate):>9}  {candidate.host_bytes / GIB:7,.0f} {time}  {FIT_LABELS[candidate.fit]}"
             + fmt_if(", with {}", untested_features(candidate.run))
         )
