@@ -2,14 +2,14 @@
 
 ::
 
-    def metrics(moment) -> Mapping[str, float]       # after each step: added to metrics.jsonl and to trackers
+    def metrics(context) -> Mapping[str, float]       # after each step: added to metrics.jsonl and to trackers
     def loss(logits_TV, targets_T) -> Tensor         # replaces cross-entropy: the sum over the tokens
     READS = ("*.pgn",)
     def documents(path) -> Iterator[str | dict]      # of files that READS matches: texts, or records as in JSON Lines
     EVERY = 100
-    def every(moment) -> None                        # after each step that is a multiple of EVERY
-    def saved(moment, path) -> None                  # a checkpoint is complete
-    def evaluated(moment, loss) -> None
+    def every(context) -> None                        # after each step that is a multiple of EVERY
+    def saved(context, path) -> None                  # a checkpoint is complete
+    def evaluated(context, loss) -> None
 
 Each function is called on every rank, so it may use collectives. An exception ends the run with a message that names the function. A
 process has one module: load it with ``use``, get it with ``current``.
@@ -67,9 +67,9 @@ class Extension:
         """The function that computes the loss; None: cross-entropy."""
         return self._loss if "loss" in self.declared.functions else None
 
-    def metrics(self, moment: HookContext) -> dict[str, float]:
+    def metrics(self, context: HookContext) -> dict[str, float]:
         """Return the user's metrics of a step; omit numbers that are not finite."""
-        result = self._call("metrics", moment)
+        result = self._call("metrics", context)
         if result is None:
             return {}
         if not isinstance(result, Mapping) or not all(
@@ -80,18 +80,18 @@ class Extension:
             )
         return {name: float(value) for name, value in result.items() if math.isfinite(value)}
 
-    def after_step(self, moment: HookContext) -> None:
+    def after_step(self, context: HookContext) -> None:
         """Call ``every`` if the step is a multiple of EVERY."""
-        if self.declared.every and moment.step % self.declared.every == 0:
-            self._call("every", moment)
+        if self.declared.every and context.step % self.declared.every == 0:
+            self._call("every", context)
 
-    def saved(self, moment: HookContext, path: Path) -> None:
+    def saved(self, context: HookContext, path: Path) -> None:
         """Call ``saved`` for a complete checkpoint."""
-        self._call("saved", moment, path)
+        self._call("saved", context, path)
 
-    def evaluated(self, moment: HookContext, loss: float | None) -> None:
+    def evaluated(self, context: HookContext, loss: float | None) -> None:
         """Call ``evaluated`` after an evaluation; ``loss`` None: it is not finite."""
-        self._call("evaluated", moment, loss)
+        self._call("evaluated", context, loss)
 
     def documents(self, path: Path) -> Iterator[Any]:
         """Yield the documents that the module reads from a file."""

@@ -60,7 +60,7 @@ class Trainer:
             journal.log(f"evaluation before step 1: {summary}")
             journal.write_evaluation(0, loss)
             self.evaluator.continue_prompts(0)
-            extend.current().evaluated(self.moment(0, None), loss)
+            extend.current().evaluated(self.hook_context(0, None), loss)
         heartbeat.enter_phase(Phase.TRAIN)
         stop = Stop.NO
         for step in self.steps:
@@ -81,13 +81,13 @@ class Trainer:
                 # During a save, a slow disk of one rank may delay the update there.
                 ranks.set_timeout(timeouts.load if self.checkpointer.saving_step else timeouts.step)
                 heartbeat.record_step(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s, busy_s=busy_s)
-                user_metrics = extend.current().metrics(self.moment(step, metrics))
+                user_metrics = extend.current().metrics(self.hook_context(step, metrics))
                 metrics = dataclasses.replace(metrics, own=user_metrics) if user_metrics else metrics
                 journal.write_metrics(metrics)
                 if evaluation_line:
                     journal.log(evaluation_line)
-                    extend.current().evaluated(self.moment(step, metrics), metrics.evaluation_loss)
-            extend.current().after_step(self.moment(step, metrics))
+                    extend.current().evaluated(self.hook_context(step, metrics), metrics.evaluation_loss)
+            extend.current().after_step(self.hook_context(step, metrics))
             stop = self.after_step(step, metrics)
             self.report_new_checkpoints(step, metrics)
             if stop:
@@ -106,7 +106,7 @@ class Trainer:
             return max(STOP_PATIENCE_S, self.budget.remaining_s)
         return STOP_PATIENCE_S if stop else math.inf
 
-    def moment(self, step: int, metrics: Metrics | None) -> HookContext:
+    def hook_context(self, step: int, metrics: Metrics | None) -> HookContext:
         """Return the argument of the user's hooks."""
         rank = self.context.rank
         return HookContext(
@@ -122,7 +122,7 @@ class Trainer:
     def report_new_checkpoints(self, step: int, metrics: Metrics | None) -> None:
         """Call the user's hook for each checkpoint that was completed since the last call."""
         for path in self.checkpointer.new_checkpoints:
-            extend.current().saved(self.moment(step, metrics), path)
+            extend.current().saved(self.hook_context(step, metrics), path)
         self.checkpointer.new_checkpoints.clear()
 
     def close(self) -> None:

@@ -50,10 +50,10 @@ def test_a_module_of_ones_own_runs_over_a_resume(work, cli, demo, corpus):
     ]
     assert "'1. e4 e5' → " in first.stdout
 
-    bad = MODULE.replace('{"perplexity": math.exp(min(20.0, moment.metrics.loss))}', "{}[moment.step]")
+    bad = MODULE.replace('{"perplexity": math.exp(min(20.0, context.metrics.loss))}', "{}[context.step]")
     (work / "my_module.py").write_text(bad)
     raised = train(work, "y", *flags, *extended, code=1)
-    line = 1 + bad[: bad.index("{}[moment.step]")].count("\n")
+    line = 1 + bad[: bad.index("{}[context.step]")].count("\n")
     assert f"my_module.py:{line}: metrics() raised KeyError: 1" in raised.stderr
     gone = cli(work, "launch", "--run", "z", *flags, "--extend", "other.py")
     assert gone.returncode == 2
