@@ -176,6 +176,7 @@ class ParagraphFormatter(argparse.HelpFormatter):
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser with one-sentence errors and help that fits a terminal."""
 
+    is_intermixing = False
     before_parsing: ClassVar[Callable[["OneLineParser"], None] | None] = None  # tab completion reads the parser here
 
     # Hidden from mypy: argparse's own annotations apply to these overrides.
@@ -186,9 +187,16 @@ class OneLineParser(argparse.ArgumentParser):
 
         def parse_known_args(self, args=None, namespace=None):
             """See ``argparse``."""
-            if OneLineParser.before_parsing:
+            if OneLineParser.before_parsing and not self.is_intermixing:
                 OneLineParser.before_parsing(self)
-            return super().parse_known_args(args, namespace)
+            if self.is_intermixing or self._subparsers:
+                return super().parse_known_args(args, namespace)
+            # Otherwise argparse sets an optional HOSTS to its default at the first positional, and refuses one after an option.
+            self.is_intermixing = True
+            try:
+                return self.parse_known_intermixed_args(args, namespace)  # calls this method
+            finally:
+                self.is_intermixing = False
 
     def format_help(self) -> str:
         """Return the help, with backquotes replaced by plain quotes."""

@@ -143,7 +143,7 @@ def test_status_logs_and_a_stop_that_saves(type_in):
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert stopped.stdout.count("no process left") == 2
     assert re.search(r"newest checkpoint: .*/step-\d{8}$", stopped.stdout, re.MULTILINE), stopped.stdout
-    report = type_in("report s")
+    report = type_in("report --run s")
     assert report.returncode == 0, report.stdout + report.stderr
     assert re.search(r"(?m)^run s: ended after step \d+ of 100000", report.stdout)
     assert "steps earlier" not in stopped.stdout

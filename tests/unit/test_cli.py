@@ -33,6 +33,23 @@ def test_what_a_verb_writes_is_for_its_owner_alone(verb):
         os.umask(before)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ask save --run r /nosuch",
+        "ask --run r save /nosuch",
+        "blame 5 --run r /nosuch",
+        "push /tmp --to d /nosuch",
+        "export r out --step 4 /nosuch",
+        "status --run r /nosuch",
+        "launch --run r /nosuch --preset demo",
+    ],
+)
+def test_hosts_may_follow_an_option(words, capsys):
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr().err.startswith("llama405b: /nosuch: cannot be read")
+
+
 def test_the_version_tells_this_code_from_any_other(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"llama405b {code_version()}\n"
