@@ -440,10 +440,7 @@ class OptimizerOffload(HostUpdater):
         )
         self.slot, self.stage = slot.view(torch.float32), stage.view(torch.bfloat16)
         self.wait_for_stage: WaitForCopy = no_wait
-        self.wait_for_last_downloads: tuple[WaitForCopy, WaitForCopy] = (
-            no_wait,
-            no_wait,
-        )  # downloads of the last two units
+        self.wait_for_last_downloads: tuple[WaitForCopy, WaitForCopy] = no_wait, no_wait  # of the last two units
         for unit_state, unit, (members, *_), total in zip(self.unit_states, units, layouts, totals, strict=True):
             flat = total.view(torch.float32)
             sums = [[members[id(master)].view_in(flat) for master in group] for group in unit_state.trained_groups]
@@ -467,9 +464,7 @@ class OptimizerOffload(HostUpdater):
         stream = torch.cuda.current_stream(self.device) if flat.is_cuda else None
         if not unit.sums:
             self.wait_unit(unit)
-            self.wait_for_last_downloads[
-                0
-            ]()  # of the unit before the last: bounds the flat gradients that are alive on the device
+            self.wait_for_last_downloads[0]()  # bounds the flat gradients that are alive on the device
             unit.sums, buffer.wait_for_download = buffer.sums, async_copy([(buffer.flat_sum, flat)], stream)
             self.wait_for_last_downloads = (self.wait_for_last_downloads[1], buffer.wait_for_download)
             self._submit_add(unit, buffer.wait_for_download, lambda: None)
