@@ -172,7 +172,7 @@ def _shape(root, modules):
     counts = collections.Counter(name for module in modules for name in module.public)
     _row("public names in two modules or more", sum(count > 1 for count in counts.values()), "")
     readme = (root / "README.md").read_text(encoding="utf-8")
-    _row("README, lines", len(readme.splitlines()), "<= 130")
+    _row("README, lines", len(readme.splitlines()), "<= 90")
 
 
 def _used_once(modules):

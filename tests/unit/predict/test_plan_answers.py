@@ -198,16 +198,6 @@ def test_the_page_shows_what_is_printed(capsys):
     assert "goodput" in block
 
 
-def test_the_readme_shows_lines_of_what_is_printed(capsys):
-    [block] = re.findall(
-        r"^```\n\$ llama405b plan (.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
-    )
-    words, *lines = block.splitlines()
-    printed = asked(capsys, *words.split())[1].splitlines()
-    assert len(lines) == 2
-    assert all(any(full.startswith(each.removesuffix("…")) for full in printed) for each in lines)
-
-
 def test_json_says_what_it_is_of_and_in_which_units(capsys):
     counts = {"schema", "nodes", "slots", "parameters", "layers", "keep", "tokens"}
     found = record(capsys, *LARGE, "--tokens", "1e9", "--price", "2", "--search", "--what-if", "nodes=4")
