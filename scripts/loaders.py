@@ -20,20 +20,23 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "rigs"), str(ROOT), st
 import loaders  # noqa: E402
 
 LOADERS = ("transformers", "safetensors", "gguf", "vllm", "sglang")  # of whole models
-PAGE = """# Who reads an export
+PAGE = """# Tested readers of an export
 
-Models of each family are trained for a step with a chat template of the run's own, exported, and read by others
-(`scripts/loaders.py`, {date}): {versions}. Named is what each looks for, and finds as it was trained: the architecture, the ids
-of a text, the text that the template makes of a conversation (chat), the tokens that end a text (ends), the names of tensors, and
-logits (those of the files alone). Of vLLM and sglang their readers of configuration and tokenizer are called, of llama.cpp those
-of its converter.
+`scripts/loaders.py` trains a model of each family for one step with a custom chat template, exports it, and reads it with other programs.
+Versions ({date}): {versions}.
+Of vLLM and sglang only the configuration and tokenizer readers are tested, and of llama.cpp (gguf) only the converter's.
+
+A cell lists what a reader looks for and finds as trained; OTHERWISE marks a difference.
+The items are the architecture, the token ids of a text, the chat template's output (chat), the end tokens (ends), the tensor names, and the logits of the files.
 
 | family | {loaders} | peft (adapter) |
 |---|{lines}---|
 {rows}
 
-Qwen 2 here has the tokenizer of another model: transformers then takes its own Qwen2Tokenizer, by the model's type, and so does
-the trainer; sglang, and whoever reads an adapter's directory, take tokenizer.json as it is. Published files of Qwen were not tried.
+Qwen 2 has the tokenizer of another model here.
+transformers and the trainer then use transformers' Qwen2Tokenizer, because of the model type.
+sglang, and readers of an adapter's directory, use tokenizer.json as it is.
+Published Qwen files were not tested.
 """
 
 

@@ -230,7 +230,7 @@ def test_json_says_what_it_is_of_and_in_which_units(capsys):
 
 
 def test_the_step_of_405b_is_as_the_page_says(capsys):
-    text = (ROOT / "docs/training.md").read_text().partition("## The step of 405B")[2].partition("\n## ")[0]
+    text = (ROOT / "docs/memory.md").read_text().partition("## The step of 405B")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| ([\d.]+) s \| (\d+) / (\S+) GiB \| (\d+) GiB \|$", text, re.MULTILINE)
     assert len(rows) == 5
     settings = {}
@@ -252,7 +252,7 @@ def test_the_step_of_405b_is_as_the_page_says(capsys):
 
 
 def test_what_adapters_take_is_as_the_page_says(capsys):
-    text = (ROOT / "docs/training.md").read_text().partition("## Adapters")[2].partition("\n## ")[0]
+    text = (ROOT / "docs/lora.md").read_text().partition("## Memory and time")[2].partition("\n## ")[0]
     rows = re.findall(
         r"^\| (\S+) \| (\d+) \| `(.+?)` \| (\d+) / (\d+) GiB(.*?) \| (\d+|-).*? \| ([\d.]+) s \|$", text, re.MULTILINE
     )

@@ -23,10 +23,10 @@ ROWS = re.findall(r"^\| `([^`|]+)` \| (allowed|refused) \| (.+) \|$", PAGE, re.M
 
 def refused(settings, llama=SMALL, world=8, per_host=8, seq_len=32):
     """Why settings are refused on some ranks; '' if they are not."""
-    parallel = Parallel(**{"numerics": "fp32", **settings})
-    faults = [
-        fault for _, fault in find_faults(Config(model=Model(path="m"), data=Data(paths=("d",)), parallel=parallel))
-    ]
+    of_model = {name.removeprefix("model."): settings[name] for name in settings if name.startswith("model.")}
+    parallel = Parallel(**{"numerics": "fp32", **{name: settings[name] for name in settings if "." not in name}})
+    config = Config(model=Model(path="m", **of_model), data=Data(paths=("d",)), parallel=parallel)
+    faults = [fault for _, fault in find_faults(config)]
     if faults:
         return faults[0]
     try:

@@ -479,7 +479,7 @@ def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
         if value := getattr(config.parallel, name):
             yield f"{name} {value}: untested on GPUs (docs/parallel.md)"
     if config.adapter.is_enabled:
-        yield f"adapter: {adapter_label(config.adapter)}; untested on GPUs (docs/training.md)"
+        yield f"adapter: {adapter_label(config.adapter)}; untested on GPUs (docs/lora.md)"
     if note := idle_rank_note(config.training, axes.size(DP_AXES)):
         yield f"note: {note}"
 
