@@ -3,6 +3,7 @@
 import tomllib
 
 import mutations
+import pytest
 import yaml
 
 from conftest import ROOT
@@ -38,12 +39,13 @@ def test_no_two_test_files_have_one_name():
     assert sorted(names) == sorted(set(names))  # pytest refuses them, when it collects both
 
 
-def test_every_mutation_still_stands_once_in_the_product_and_has_its_tests():
+@pytest.mark.parametrize("name", ["mutations.toml", "mutants.toml"])
+def test_every_mutation_still_stands_once_in_the_product_and_has_its_tests(name):
     sources = [path.read_text() for package in mutations.PACKAGES for path in (ROOT / package).rglob("*.py")]
-    for mutation in mutations.read_mutations():
+    for mutation in mutations.read_mutations(name):
         assert sum(source.count(mutation.old) for source in sources) == 1, mutation.old
         for test in mutation.tests:
-            path, _, name = test.partition("::")
-            assert f"def {name.partition('[')[0]}" in (ROOT / path).read_text() if name else (ROOT / path).exists(), (
-                test
-            )
+            path, _, function = test.partition("::")
+            assert (
+                f"def {function.partition('[')[0]}" in (ROOT / path).read_text() if function else (ROOT / path).exists()
+            ), test
