@@ -27,7 +27,7 @@ Versions ({date}): {versions}.
 Of vLLM and sglang only the configuration and tokenizer readers are tested, and of llama.cpp (gguf) only the converter's.
 
 A cell lists what a reader looks for and finds as trained; OTHERWISE marks a difference.
-The items are the architecture, the token ids of a text, the chat template's output (chat), the end tokens (ends), the tensor names, and the logits of the files.
+The items: architecture, token ids of a text, chat template's output (chat), end tokens (ends), tensor names, logits of the files.
 
 | family | {loaders} | peft (adapter) |
 |---|{lines}---|

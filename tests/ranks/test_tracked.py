@@ -64,7 +64,7 @@ def _compare(model, numerics, offload, unit, batch):
     assert found.peak.total - moments == pytest.approx(tracked.peak, rel=0.01)
 
 
-@pytest.mark.parametrize(("model", "numerics", "offload", "wrap", "batch"), list(_in_pairs()))
+@pytest.mark.parametrize(("model", "numerics", "offload", "unit", "batch"), list(_in_pairs()))
 def test_a_step_takes_what_torch_tracks(model, numerics, offload, unit, batch):
     _compare(model, numerics, offload, unit, batch)
 
