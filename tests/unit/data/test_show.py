@@ -39,6 +39,16 @@ def test_what_is_learnt_is_marked_and_counted(show, tmp_path):
     assert "continued from another sequence" in show(*settings, "--data.documents", "split")
 
 
+def test_tokens_are_made_for_sequences_that_a_run_would_refuse_and_that_is_said(demo, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text " * 2000)
+    for length, is_said in ((1024, False), (1025, True)):
+        settings = ("--model.path", str(demo), "--data.paths", "a.txt", "--data.seq_len", str(length))
+        assert data.main(["tokenize", *settings, "--out", f"tokens-{length}", "--workers", "1"]) == 0
+        said = "1024 positions; lower it for a run; the tokens do not depend on it"
+        assert (said in capsys.readouterr().out) is is_said
+
+
 def test_bad_input(show, tmp_path):
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(UserError, match=r"--data\.paths: .* tokens are fewer than one sequence of 512"):

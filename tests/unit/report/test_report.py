@@ -285,6 +285,14 @@ def test_prompts_stand_with_what_the_weights_made_of_them():
     assert "Once <b>" in said
 
 
+def test_the_newest_checkpoint_and_the_sum_of_all_times_are_there():
+    page = render_page(Summary("r", reply_of(steps_of(8), checkpoint="c/step-00000008"), 0.0))
+    assert "newest checkpoint: c/step-00000008" in page
+    assert "newest checkpoint" not in render_page(Summary("r", reply_of(steps_of(8)), 0.0))
+    words = list(Well(page).words)
+    assert words.index("since the first launch, excluding the time it was stopped") > words.index("all")
+
+
 def test_a_plot_has_its_ends_where_they_are():
     lines = plot([(0.0, 0.0), (10.0, 1.0)], [(10.0, 1.0)], 28, 4, "{:.1f}".format)
     assert [line[:8] for line in lines[:4]] == ["   1.0 ┤", "       │", "   0.5 ┤", "   0.0 ┤"]

@@ -47,6 +47,14 @@ def test_a_program_of_the_users_own_takes_no_requests(tmp_path, monkeypatch):
             ask.find_head(fleet, "r")
 
 
+def test_a_run_of_which_one_host_is_left_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with running_fleet(("a", "b"), plan("-m", "llama405b.train", attempt=1, created=1.0)) as fleet:
+        fleet.fakes["b"].alive = False
+        head, found, _ = ask.find_head(fleet, None)
+        assert (head, found.run) == ("a", "r")
+
+
 def test_a_run_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch):
     monkeypatch.setattr(ask, "POLL_S", 0.01)
     wanted = AskRequest("r", RequestKind.STACKS, "me@here")

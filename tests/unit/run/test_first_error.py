@@ -21,7 +21,9 @@ class Endless:
             self.release(hosts[0])
 
     def release(self, host):
-        entries = tuple((0.0, "a/0/err.log", text) for text in [next(self.texts, None)] if text)
+        entries = tuple(
+            (0.0, f"a/{rank}/err.log", text) for text in [next(self.texts, None)] for rank in (0, 1) if text
+        )
         self.arrivals.put(HostMessage(host, StreamMessage(entries=entries, end=not entries), 0.0))
 
     def close(self):
@@ -35,7 +37,7 @@ def test_a_log_is_read_piece_by_piece_and_only_the_end_is_kept(monkeypatch, trac
         texts[trace_at] = TRACEBACK
     monkeypatch.setitem(globals(), "TEXTS", texts)
     monkeypatch.setattr(log_reader, "Streams", Endless)
-    found = list(log_reader._read_stderr(None, "r", "a", 0, 1))
+    found = list(log_reader._read_stderr(None, "r", "a", 0, 1))  # of rank 0 alone
     assert found == ([TRACEBACK] if trace_at else texts[-log_reader.MAX_LAST_BLOCKS :])
 
 

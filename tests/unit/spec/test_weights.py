@@ -99,6 +99,12 @@ def test_405b_has_its_parameters():
     assert LlamaConfig(**known["llama3.2-1b"]).tie_word_embeddings
 
 
+def test_only_llamas_have_biases_in_their_mlp():
+    known = json.loads((config.PRESET_DIR / "architectures.json").read_text())
+    for name, asked, biased in (("llama3.1-8b", True, True), ("llama3.1-8b", False, False), ("qwen3-8b", True, False)):
+        assert models.parse_llama(known[name] | {"mlp_bias": asked}, name).mlp_bias is biased
+
+
 def test_a_missing_directory_and_a_missing_shard(copy):
     assert "no such directory" in refusal(copy / "none")
     shard = sorted(copy.glob("*.safetensors"))[0]

@@ -210,6 +210,7 @@ def test_secrets_are_hidden_by_their_value_and_every_line_of_it():
     hidden = "…REDACTED, …REDACTED; …REDACTED\n  …REDACTED abc"  # what is shorter than 6 letters could be anything
     assert hide_secrets(text, pieces) == hidden
     assert json.loads(hide_secrets_in_json(json.dumps([text, 7]), pieces)) == [hidden, 7]
+    assert [secret_lines([word]) for word in ("sixsix", "five5")] == [["sixsix"], []]
 
 
 def test_a_table_shows_no_control_characters():
