@@ -32,7 +32,7 @@ OPPOSITES = {
     ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
 HEADING = "# Random mutants, what became of each, and the test that saw it first. Written by scripts/mutants.py.\n"
-LIMIT_S, TEST_LIMIT_S = 900, 120
+TEST_LIMIT_S = 120  # of one test: a mutant may never end
 HIT = '''import os
 SEEN = set()
 
@@ -157,21 +157,17 @@ def choose() -> None:
         rng, n_chosen = random.Random(f"{SEED} {package}"), sum(mutant["package"] == package for mutant in table)
         found = [(path, *change) for path in paths for change in candidates(path)]
         rng.shuffle(found)
-        turns = collections.defaultdict[str, int](int)
-        order = []
+        turns, order = collections.Counter[str](), []
         for change in found:
             order.append((turns[change[1]], change))
             turns[change[1]] += 1
-        for _, (path, kind, begin, end, new) in sorted(order, key=lambda entry: entry[0]):
+        for _, (path, kind, begin, end, text) in sorted(order, key=lambda entry: entry[0]):
             if n_chosen >= PER_PACKAGE:
                 break
-            old_new = in_lines(sources[path], begin, end, new)
-            if sum(source.count(old_new[0]) for source in sources.values()) == 1 and not any(
-                old_new[0] == m["old"] for m in table
-            ):
-                table.append(
-                    {"package": package, "kind": kind, "old": old_new[0], "new": old_new[1], "tests": [], "outcome": ""}
-                )
+            old, new = in_lines(sources[path], begin, end, text)
+            is_unique = sum(source.count(old) for source in sources.values()) == 1
+            if is_unique and all(old != mutant["old"] for mutant in table):
+                table.append({"package": package, "kind": kind, "old": old, "new": new, "tests": [], "outcome": ""})
                 n_chosen += 1
     write_table(table)
     print(f"{len(table)} mutants of {len(by_package)} packages")
@@ -196,18 +192,8 @@ def reach(folders: list[str]) -> None:
         for path in (path for part in PACKAGES for path in (copy / part).rglob("*.py")):
             probe(path, table)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [
-            copy / ".venv/bin/python",
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            "2",
-            "--dist",
-            "loadfile",
-            "-m",
-            "not gpu and not soak",
-        ]
+        options = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
+        command = [copy / ".venv/bin/python", *options, "-m", "not gpu and not soak"]
         subprocess.run([*command, *(f"tests/{folder}" for folder in folders)], cwd=copy, env=environment, check=False)
         lines = sorted({*hits.read_text().splitlines()})
     known = {*REACH.read_text().splitlines()} if REACH.exists() else set()
@@ -219,12 +205,12 @@ def probe(path: Path, table: Table) -> None:
     """Put a probe at each place of a module that a mutant changes."""
     source, places = path.read_text(), []
     for number, mutant in enumerate(table):
-        if (at := source.find(str(mutant["old"]))) < 0:
-            continue
-        for _, begin, end, new in candidates(path):
-            old_new = in_lines(source, begin, end, new)
-            if old_new == (mutant["old"], mutant["new"]):
-                places.append((begin, end, number))
+        if str(mutant["old"]) in source:
+            changes = [change[1:] for change in candidates(path)]
+            wanted = mutant["old"], mutant["new"]
+            places += [
+                (begin, end, number) for begin, end, new in changes if in_lines(source, begin, end, new) == wanted
+            ]
     data, inserted = source.encode(), list[tuple[int, int, int, bytes]]()
     for begin, end, number in set(places):
         if table[number]["kind"] == "arguments swapped":
@@ -261,8 +247,11 @@ def try_all(words: str) -> int:
                 continue
             reaching = tests[repr(mutant["old"])]
             killer = first_failure(mutant, copy, reaching, sound)
-            mutant["outcome"] = "killed" if killer else "survived" if reaching else "not reached"
-            mutant["tests"] = [killer.removeprefix("tests/")] if killer else []
+            mutant["tests"] = [killer.removeprefix("tests/")] if "::" in killer else []
+            if killer:  # a file alone: it could not be collected
+                mutant["outcome"] = "killed" if mutant["tests"] else "killed at import"
+            else:
+                mutant["outcome"] = "survived" if reaching else "not reached"
             write_table(table)
             print(
                 f"{mutant['outcome']:12} {mutant['package']:24} {mutant['kind']:18} {len(reaching):5} {killer}",
@@ -274,22 +263,16 @@ def try_all(words: str) -> int:
 
 def first_failure(mutant: dict[str, str | list[str]], copy: Path, reaching: list[str], sound: dict[str, bool]) -> str:
     """Return the first test that fails with a mutant, and passes without it; '' if none does."""
-    [path] = [
-        path for part in PACKAGES for path in (copy / part).rglob("*.py") if str(mutant["old"]) in path.read_text()
-    ]
-    before = path.read_text()
     for kind in ("tests/unit/", "tests/ranks/", "tests/hosts/"):
         pending = [test for test in reaching if test.startswith(kind) and sound.get(test, True)]
         while pending:
-            path.write_text(before.replace(str(mutant["old"]), str(mutant["new"])))
-            try:
+            with mutations.mutated(copy, str(mutant["old"]), str(mutant["new"])) as applies:
+                assert applies, mutant["old"]
                 failed = run_to_failure(copy, pending)
-            finally:
-                path.write_text(before)
             if not failed:
                 break
             if failed not in sound:
-                sound[failed] = not run_to_failure(copy, [failed])
+                sound[failed] = mutations.run_tests((failed,), copy) == 0
             if sound[failed]:
                 return failed
             pending = [test for test in pending if test != failed]
@@ -297,31 +280,21 @@ def first_failure(mutant: dict[str, str | list[str]], copy: Path, reaching: list
 
 
 def run_to_failure(copy: Path, tests: list[str]) -> str:
-    """Run tests until one fails; return that one, or ''."""
+    """Run tests until one fails; return that one, or ''. A test that takes ``TEST_LIMIT_S`` fails.
+
+    Raises:
+        RuntimeError: Which one failed cannot be told.
+    """
     (copy / "chosen").write_text("\n".join(tests))
-    command = [
-        copy / ".venv/bin/python",
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--timeout",
-        str(TEST_LIMIT_S),
-    ]
-    workers = ["-n", "2"] if len(tests) > 20 else ["-n", "0"]
-    try:
-        done = subprocess.run(
-            [*command, *workers, "@chosen"], cwd=copy, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-            check=False, timeout=LIMIT_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return tests[0]  # the mutant hangs: no test of it ended
+    workers = "2" if len(tests) > 20 else "0"
+    options = f"-m pytest -x -q -p no:cacheprovider --timeout {TEST_LIMIT_S} -n {workers} @chosen".split()
+    command, environment = [copy / ".venv/bin/python", *options], os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return failed[1] if failed else tests[0]
+    if failed := re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", done.stdout, re.MULTILINE):
+        return failed[1]
+    raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def main(argv: list[str]) -> int:

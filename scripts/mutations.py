@@ -8,6 +8,7 @@ any more, or if its tests fail without it. The tests named in mutations.toml are
 shortened, or started with a fake trainer, this tells whether it still sees what it is for. Half an hour.
 """
 
+import contextlib
 import dataclasses
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import tempfile
 import time
 import tomllib
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -64,16 +66,25 @@ def main(argv: list[str]) -> int:
 def tried(mutation: Mutation, copy: Path) -> tuple[str, float]:
     """What became of a mutation, and the seconds that took."""
     began = time.monotonic()
-    places = [path for part in PACKAGES for path in (copy / part).rglob("*.py") if mutation.old in path.read_text()]
-    if len(places) != 1 or places[0].read_text().count(mutation.old) != 1:
-        return "DOES NOT APPLY", 0.0
-    before = places[0].read_text()
-    places[0].write_text(before.replace(mutation.old, mutation.new))
+    with mutated(copy, mutation.old, mutation.new) as applies:
+        code = run_tests(mutation.tests, copy) if applies else -1
+    outcomes = {0: "SURVIVED", 1: "killed", -1: "DOES NOT APPLY"}
+    return outcomes.get(code, f"NOT RUN ({code})"), time.monotonic() - began
+
+
+@contextlib.contextmanager
+def mutated(copy: Path, old: str, new: str) -> Iterator[bool]:
+    """Put the new text into a copy meanwhile; yields whether the old one stands in it once."""
+    paths = [path for part in PACKAGES for path in (copy / part).rglob("*.py") if old in path.read_text()]
+    before = {path: path.read_text() for path in paths}
+    if [text.count(old) for text in before.values()] != [1]:
+        yield False
+        return
     try:
-        code = run_tests(mutation.tests, copy)
+        paths[0].write_text(before[paths[0]].replace(old, new))
+        yield True
     finally:
-        places[0].write_text(before)
-    return {0: "SURVIVED", 1: "killed"}.get(code, f"NOT RUN ({code})"), time.monotonic() - began
+        paths[0].write_text(before[paths[0]])
 
 
 def make_copy(scratch: str) -> Path:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, UserError
+from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, UserError, fmt_if
 from llama405b.contract.files import set_private_umask
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.settings.command import OneLineParser
@@ -58,17 +58,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _find_run(name: str | None) -> RunDir:
     """Return the run of a name or directory; None: the newest here."""
-    places = [Path(name), RunDir.from_name(name).path] if name else sorted(Path("runs").glob("*"), key=_last_change)
+    places = [Path(name), RunDir.from_name(name).path] if name else Path("runs").glob("*")
     runs = [run for run in map(RunDir, places) if run.config.is_file()]
     if not runs:
-        raise UserError(f"--run: {name or 'runs'} has no config.toml of a run; run this in the directory of its ./runs")
-    return runs[0]
-
-
-def _last_change(path: Path) -> float:
-    """Return how long ago a run's settings were written: the newest run comes first."""
-    config = RunDir(path).config
-    return -config.stat().st_mtime if config.is_file() else 0.0
+        raise UserError(
+            f"--run: ./runs has no run{fmt_if(' {!r}', name)}; cd to where it was launched, or name its directory"
+        )
+    return runs[0] if name else max(runs, key=lambda run: run.config.stat().st_mtime)
 
 
 def send_metrics(run: RunDir, name: str, pipe: int | None, model: Path | None = None, *, resend: bool = False) -> int:

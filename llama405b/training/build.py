@@ -334,13 +334,12 @@ def _build_fsdp2(
         vocab=shape.vocab if config.model.resize_vocabulary else 0,
     )
     if adapter.is_enabled:
-        origin += "; adapters "
-        if from_checkpoint:
-            origin += "come from the checkpoint"
-        else:
-            origin += load_weights.load_adapter(
+        adapter_origin = "come from the checkpoint"
+        if not from_checkpoint:
+            adapter_origin = load_weights.load_adapter(
                 master, shape, adapter, config.training.seed, rank, shard_layout, on_progress
             )
+        origin += f"; adapters {adapter_origin}"
     return _BuiltModel(module, master, origin)
 
 

@@ -105,10 +105,10 @@ def _matches_request(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
     resume_value = dict(zip(plan.program, plan.program[1:], strict=False)).get("--resume", "")
     program = dataclasses.replace(request, resume=resume_value).training_program()
     resolves_auto = bool(request.settings.auto_setting)  # then what was chosen follows
-    words = collections.Counter(program), collections.Counter(plan.program)  # flags may be in another order
-    is_same_program = (
-        (words[0] <= words[1] if resolves_auto else words[0] == words[1]) if plan.trains else program == plan.program
-    )
+    is_same_program = program == plan.program
+    if plan.trains:  # translated settings may be in another order
+        wanted, running = collections.Counter(program), collections.Counter(plan.program)
+        is_same_program = wanted <= running if resolves_auto else wanted == running
     names = [node.name for node in plan.nodes]
     on_its_hosts = names == list(fleet.hosts) or (request.shrink and set(names) < set(fleet.hosts))
     return bool(is_same_program and on_its_hosts and set(plan.secrets) == set(request.secrets))
