@@ -4,21 +4,16 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from llama405b import extend
 from llama405b.contract.errors import UserError, pluralize
 from llama405b.data.batches import (
-    Batches,
     batches_from_files,
     describe_epoch,
     describe_held_out,
@@ -29,7 +24,8 @@ from llama405b.data.batches import (
 from llama405b.data.chat_template import UnusableChatError, add_template_date
 from llama405b.data.demo_model import make_demo
 from llama405b.data.documents import Documents, FileRange, detect_formats, list_file_ranges
-from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED, Encoder
+from llama405b.data.encode import Encoder
+from llama405b.data.preview import Marks, format_preview, preview_sequences
 from llama405b.data.tokenizer import read_tokenizer
 from llama405b.data.tokens import ProgressReport, load_or_encode, load_or_tokenize, tokenize
 from llama405b.formats.conversation import Chat
@@ -41,12 +37,6 @@ from llama405b.spec import models
 SAMPLE_BYTES = 1 << 30
 MAX_CHECKED_RECORDS = 1000  # records to search for a conversation
 CACHE = Path("runs/.cache")  # token cache of runs started in this directory
-GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-COLOR_MARKS, PLAIN_MARKS = (
-    (GREEN, PLAIN, DIM, PLAIN),
-    ("⟦", "⟧", "", ""),
-)  # around tokens that are trained on, and around the others
-SEPARATOR = "━" * 40
 
 
 def main(args: argparse.Namespace, config: Config) -> int:
@@ -179,8 +169,8 @@ def _show_sequences(config: Config, tokenizer_dir: Path, n_sequences: int) -> No
         batches, held_out = batches.hold_out(evaluation.fraction)
         lines += describe_held_out(config.data, held_out)
     lines += filter(None, (_check_chat_template(part, tokenizer_dir) for part in config.data.sources))
-    marks = COLOR_MARKS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN_MARKS
-    decode = read_tokenizer(tokenizer_dir).decode
+    indices, marks = range(min(n_sequences, batches.n_sequences)), Marks.for_stream(sys.stdout)
+    previews = preview_sequences(batches, indices, read_tokenizer(tokenizer_dir).decode, shorten=False)
     steps = config.training.max_steps or batches.n_steps(config.training.epochs, config.training.global_batch_size or 1)
     tokens = steps * config.training.global_batch_size * config.data.seq_len
     cost_hint = f"{tokens:,} tokens with padding; plan --tokens {tokens} prints hours and cost"
@@ -189,7 +179,7 @@ def _show_sequences(config: Config, tokenizer_dir: Path, n_sequences: int) -> No
     for line in (
         *lines,
         *describe_epoch(config.data, batches),
-        *_format_sequences(batches, n_sequences, decode, marks),
+        *(line for preview in previews for line in (*format_preview(preview, batches.n_sequences, marks), "")),
     ):
         print(line)
 
@@ -212,29 +202,3 @@ def _check_chat_template(config: Data, tokenizer_dir: Path) -> str:
                 follows = f"{pluralize(n_answers, 'answer')} of {record.location} {'follows' if exact == 1 else 'follow'} the exact tokens"
                 return f"chat template: {exact} of {follows} that apply_chat_template(add_generation_prompt=True) gives a model"
     return ""
-
-
-def _format_sequences(
-    batches: Batches, n_sequences: int, decode: Callable[[NDArray[np.uint32]], str], marks: tuple[str, str, str, str]
-) -> Iterator[str]:
-    for number in range(min(n_sequences, batches.n_sequences)):
-        window_N = batches.mixture.window(number)[: batches.mixture.n_filled(number)]
-        targets = int((batches.read([number]).targets_BS >= 0).sum())
-        documents = np.split(window_N, np.flatnonzero(window_N & DOCUMENT_START))
-        documents = [tokens_N for tokens_N in documents if len(tokens_N)]
-        summary = f"{pluralize(len(documents), 'document')}, {len(window_N):,} tokens, {pluralize(targets, 'target', thousands=True)}"
-        yield f"sequence {number + 1} of {batches.n_sequences:,}: {summary}"
-        for document_N in documents:
-            yield SEPARATOR if document_N[0] & DOCUMENT_START else f"{SEPARATOR} (continued from another sequence)"
-            yield "".join(_format_document(document_N, decode, marks))
-        yield ""
-
-
-def _format_document(
-    document_N: NDArray[np.uint32], decode: Callable[[NDArray[np.uint32]], str], marks: tuple[str, str, str, str]
-) -> Iterator[str]:
-    """Yield the text in runs of trained and untrained tokens, with marks; control characters become dots."""
-    for is_trained, group in itertools.groupby(document_N, lambda token: not token & NOT_TRAINED):
-        text = decode(np.array(list(group)) & ~MARKS)
-        before, after = marks[:2] if is_trained else marks[2:]
-        yield before + "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text) + after

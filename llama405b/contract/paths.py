@@ -6,6 +6,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     config.toml                      rank 0        the configuration as resolved
     metrics.jsonl                    rank 0        one ``Metrics`` per step, and before them perhaps ``EvaluationMetrics``
     samples.jsonl                    rank 0        one ``Sample`` per prompt and evaluation
+    sequences.jsonl                  rank 0        one ``SequencePreview`` for each of the first sequences
     blamed.jsonl, skip.jsonl         rank 0        what `blame` measured of each document, and a list of those that it blames
     spent.json                       rank 0        ``SpentHours`` of all attempts
     model/HOST/                      that host's first rank   the model's small files, as rank 0 sent them
@@ -112,6 +113,7 @@ class RunDir:
     agent_log = _NamedRunPath("logs/{}/torchrun.log")
     times = _NamedRunPath("logs/{}/times")
     samples = _RunPath("samples.jsonl")
+    sequences = _RunPath("sequences.jsonl")
     blamed = _RunPath("blamed.jsonl")
     skips = _RunPath("skip.jsonl")
     spent = _RunPath("spent.json")

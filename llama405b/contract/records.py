@@ -21,7 +21,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from llama405b.contract.errors import fmt_if
+from llama405b.contract.errors import fmt_if, pluralize
 from llama405b.contract.reader import LINES, FirstOf
 
 
@@ -347,6 +347,42 @@ class PromptSample:
     text: str = dataclasses.field(metadata=LINES)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextPart:
+    """Text of a document that is trained on, or is context only."""
+
+    text: str = dataclasses.field(metadata=LINES)
+    is_trained: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DocumentPreview:
+    """The decoded tokens of a document, or the part of it in one sequence."""
+
+    parts: tuple[TextPart, ...]
+    is_continued: bool  # it began in another sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequencePreview:
+    """A sequence that the run trains on: a line of ``sequences.jsonl``, with long texts shortened and only its first documents."""
+
+    index: int  # in the order of sequences, from 0
+    n_tokens: int
+    n_targets: int
+    n_documents: int
+    names: tuple[str, ...]  # of the files and the documents in them
+    documents: tuple[DocumentPreview, ...]
+
+    @property
+    def summary(self) -> str:
+        """Its sizes and where it comes from, for people."""
+        targets = pluralize(self.n_targets, "target", thousands=True)
+        sizes = f"{pluralize(self.n_documents, 'document')}, {self.n_tokens:,} tokens, {targets}"
+        return sizes + fmt_if(" ({})", ", ".join(self.names))
+
+
+QUOTE_PREFIX = "  | "  # before each line of training text in a log, so that it is not taken for the program's own
 MetricsLine: TypeAlias = FirstOf[Metrics, EvaluationMetrics]  # what metrics.jsonl consists of
 METRICS_LINE: Any = MetricsLine
 

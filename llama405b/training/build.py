@@ -42,6 +42,7 @@ from llama405b.data.batches import (
 )
 from llama405b.data.chat_template import add_template_date
 from llama405b.data.demo_model import make_demo
+from llama405b.data.preview import N_SHOWN, format_preview, preview_sequences
 from llama405b.data.tokenizer import read_tokenizer
 from llama405b.data.tokens import TokenizeRecord
 from llama405b.distributed import collectives
@@ -572,6 +573,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     saving.start_background_work(resumed_step)
     start = start_point_of(checkpoint_choice.checkpoint)
     log_reading(config, batches, start, resumed_step, context)
+    show_sequences(batches, start, files, context)
     context.journal.resume_after(resumed_step, start.steps, restart=checkpoint_choice.requested == "no")
     reader = build_reader(config.training, config.data.workers, batches, start, context)
     epoch_steps = batches.steps_per_epoch(config.training.global_batch_size)
@@ -727,6 +729,18 @@ def build_evaluator(
         return None
     micro_batch_size = config.training.micro_batch_size
     return Evaluator(config.evaluation, micro_batch_size, forward_backward, held_out, context, prompts, epoch_steps)
+
+
+def show_sequences(batches: Batches, start: StartPoint, files: Path, context: RankContext) -> None:
+    """Show the run's first sequences, decoded, in its log and its directory; ``files``: the tokenizer's directory.
+
+    A run that continues from a checkpoint shows them only if its directory has none, as for a run that starts from another one's.
+    """
+    if not context.rank.is_rank0 or (start.position and context.run.sequences.is_file()):
+        return
+    indices = range(start.position, start.position + min(N_SHOWN, batches.n_sequences))
+    previews = list(preview_sequences(batches, indices, read_tokenizer(files).decode))
+    context.journal.write_sequences(previews, functools.partial(format_preview, n_sequences=batches.n_sequences))
 
 
 def log_reading(config: Config, batches: Batches, start: StartPoint, done_steps: int, context: RankContext) -> None:

@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from llama405b.contract.records import (
     METRICS_LINE,
     POSITION_BYTES,
     POSITION_STRUCT,
+    QUOTE_PREFIX,
     STACKS_SIGNAL,
     UNIT_BYTES,
     Cause,
@@ -35,6 +36,7 @@ from llama405b.contract.records import (
     Phase,
     PromptSample,
     RunEvent,
+    SequencePreview,
 )
 
 if TYPE_CHECKING:
@@ -107,6 +109,18 @@ class Journal:
             self._append(self.run.samples, samples)
             for sample in samples:
                 print(f"{sample.prompt!r} → {sample.text!r}", flush=True)
+
+    def write_sequences(
+        self, previews: Sequence[SequencePreview], format_lines: Callable[[SequencePreview], Iterable[str]]
+    ) -> None:
+        """Write and print the first sequences, on rank 0, unless an earlier attempt wrote the same."""
+        if read_records(SequencePreview, self.run.sequences, UNLIMITED) == list(previews):
+            return
+        with contextlib.suppress(OSError):  # a full disk must not end the run; the log has them
+            write_atomic(self.run.sequences, "".join(reader.dumps(preview) + "\n" for preview in previews))
+        lines = [line for preview in previews for line in format_lines(preview)]
+        print("the first sequences, with what is trained on between ⟦ and ⟧:", flush=True)
+        print("".join(f"{QUOTE_PREFIX}{line}\n" for line in lines), end="", flush=True)
 
     def write_metrics(self, metrics: Metrics) -> None:
         """Append and print the metrics of one step."""

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from llama405b.contract.files import UNLIMITED, read_records
+from llama405b.contract.records import QUOTE_PREFIX, SequencePreview
 from llama405b.settings.schema import Data, Evaluation
 from llama405b.spec.models import parse_end_ids
 from llama405b.training.evaluate import Prompts
+from llama405b_tools.verbs import data
 from ops_rig import settings, train
 
 
@@ -35,6 +38,33 @@ def test_a_resume_that_has_nothing_to_do_says_so(demo, corpus, tmp_path):
     done = train(tmp_path, "whole", *settings(demo, corpus, steps=4), "--resume", "auto")
     said = "nothing to train: 4 of 4 steps are done; to continue, raise training.max_steps or .epochs"
     assert said in done.stdout.splitlines()
+
+
+def test_the_first_sequences_are_in_the_log_and_the_run_as_data_show_prints_them(demo, tmp_path, monkeypatch, capsys):
+    trace = "Traceback (most recent call last):\n  File x\nValueError: no"
+    records = [{"prompt": f"Say {n}: ", "completion": f"{trace} {n}"} for n in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    common = settings(demo, tmp_path / "a.jsonl", steps=4)
+    first = train(tmp_path, "run", *common).stdout.splitlines()
+    shown = [line.removeprefix(QUOTE_PREFIX) for line in first if line.startswith(QUOTE_PREFIX)]
+    monkeypatch.chdir(tmp_path)
+    assert data.main(["show", *map(str, common)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert shown == [line for line in printed[printed.index(shown[0]) :] if line]
+    assert len([line for line in shown if re.match(r"sequence [123] of \d+: ", line)]) == 3
+    assert re.search(r"Say \d+: ⟦Traceback", "\n".join(shown))
+    previews = read_records(SequencePreview, tmp_path / "runs/run/sequences.jsonl", UNLIMITED)
+    assert [preview.summary in line for preview, line in zip(previews, shown[:1], strict=False)] == [True]
+    assert [preview.index for preview in previews] == [0, 1, 2]
+    more = [*common[:-4], "--training.max_steps", 8, *common[-2:]]
+    resumed = train(
+        tmp_path, "run", *more, "--resume", "auto", "--checkpoint.allow_changes", "optimizer.decay,training.max_steps"
+    )
+    assert "resumed from " in resumed.stdout
+    assert QUOTE_PREFIX not in resumed.stdout
+    (tmp_path / "runs/run/sequences.jsonl").unlink()  # as in a run that starts from another one's checkpoint
+    resumed = train(tmp_path, "run", *more, "--resume", "auto")
+    assert f"{QUOTE_PREFIX}sequence 33 of " in resumed.stdout
 
 
 def test_a_run_keeps_the_date_that_its_chat_template_was_given_first(demo, tmp_path):

@@ -4,10 +4,15 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 import llama405b.commands.data
 from llama405b.contract.errors import UserError
+from llama405b.data.batches import Batches
+from llama405b.data.encode import DOCUMENT_START
+from llama405b.data.preview import format_preview, preview_sequences
+from llama405b.data.sources import Mixture, Source
 from llama405b_tools.verbs import data
 
 
@@ -29,7 +34,16 @@ def test_what_is_learnt_is_marked_and_counted(show, tmp_path):
     text = show(*settings, "--sequences", "3")
     assert re.search(r"^data: 60 documents, [\d,]+ tokens, [\d,]+ trained on \(\d+%\)$", text, re.MULTILINE)
     assert re.search(r"^data: \d+ sequences of 64 tokens; whole documents, [\d.]+% padding$", text, re.MULTILINE)
-    assert len(re.findall(r"^sequence \d of \d+: \d+ documents?, \d\d tokens, \d+ targets$", text, re.MULTILINE)) == 3
+    assert (
+        len(
+            re.findall(
+                r"^sequence \d of \d+: \d+ documents?, \d\d tokens, \d+ targets? \(a\.jsonl \d+(-\d+)?.*\)$",
+                text,
+                re.MULTILINE,
+            )
+        )
+        == 3
+    )
     whole = re.findall(r"^<\|begin_of_text\|>Say (\d+) ·\[31m⟦number (\d+)<\|end_of_text\|>⟧$", text, re.MULTILINE)
     assert len(whole) > 3
     assert all(asked == answered for asked, answered in whole)
@@ -37,6 +51,28 @@ def test_what_is_learnt_is_marked_and_counted(show, tmp_path):
     assert show(*settings, "--sequences", "0").startswith("data: 60 documents, ")  # not tokenized again
     assert "continued from another sequence" not in text
     assert "continued from another sequence" in show(*settings, "--data.documents", "split")
+
+
+def test_a_run_s_log_has_the_ends_of_long_texts_and_the_first_documents():
+    document_N = np.arange(2000, dtype=np.uint32) | np.where(np.arange(2000) % 200 == 0, DOCUMENT_START, 0).astype(
+        np.uint32
+    )
+    batches = Batches(Mixture((Source(document_N, seq_len=1999),), seed=0, counts=(1,)))
+
+    def lines(*, shorten):
+        [preview] = preview_sequences(batches, [0], lambda ids_N: "".join(f"{i:04}" for i in ids_N), shorten=shorten)
+        return list(format_preview(preview, 1))
+
+    assert (
+        lines(shorten=False)[0]
+        == lines(shorten=True)[0]
+        == "sequence 1 of 1: 10 documents, 1,999 tokens, 1,990 targets"
+    )
+    assert lines(shorten=False)[-1] == f"⟦{''.join(f'{i:04}' for i in range(1800, 1999))}⟧"
+    assert len(lines(shorten=True)) == 1 + 2 * 4 + 1
+    text = "".join(f"{i:04}" for i in range(200))
+    assert lines(shorten=True)[2] == f"⟦{text[:200]} [… 400 characters …] {text[-200:]}⟧"
+    assert lines(shorten=True)[-1].endswith("(and 6 more documents)")
 
 
 def test_tokens_are_made_for_sequences_that_a_run_would_refuse_and_that_is_said(demo, tmp_path, monkeypatch, capsys):

@@ -17,6 +17,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import (
     Cause,
     CauseKind,
+    DocumentPreview,
     EvaluationMetrics,
     EventKind,
     FailureRecord,
@@ -25,6 +26,8 @@ from llama405b.contract.records import (
     NodeStatus,
     PromptSample,
     RunEvent,
+    SequencePreview,
+    TextPart,
 )
 from llama405b_tools.agent.reports import MAX_POINTS, ReportReply, iterate_evaluations, iterate_points, list_attempts
 from llama405b_tools.report.page import format_report, render_page
@@ -53,7 +56,8 @@ def reply_of(steps, attempts=ALIVE, now=1000.0, **more):
         "expected_step_s": 8.0, "alive": attempts[-1].ended is None, "attempts": tuple(attempts),
         "account": account_time(50.0, attempts, taken, 16, now), "points": tuple(iterate_points(steps)), "last": steps[-1],
         "evaluations": (), "events": (),
-        "samples": (), "settings": "[training]\nmax_steps = 20\n", "gpu": H100, "checkpoint": "", "versions": {}, "learns": None,
+        "samples": (), "sequences": (), "settings": "[training]\nmax_steps = 20\n",
+        "gpu": H100, "checkpoint": "", "versions": {}, "learns": None,
     }  # fmt: skip
     return ReportReply(**(found | more))
 
@@ -283,6 +287,18 @@ def test_prompts_stand_with_what_the_weights_made_of_them():
     said = " ".join(Well(render_page(Summary("r", reply_of(steps_of(8), samples=samples), 0.0))).words)
     assert said.index("upon 8") < said.index("all 3") < said.index("upon 0")
     assert "Once <b>" in said
+
+
+def test_the_first_sequences_show_what_is_trained_on():
+    parts = (TextPart("Say <b>\n", is_trained=False), TextPart("yes & no", is_trained=True))
+    documents = (DocumentPreview(parts, is_continued=True),)
+    sequence = SequencePreview(
+        index=4, n_tokens=64, n_targets=9, n_documents=2, names=("a.jsonl 7-8",), documents=documents
+    )
+    page = render_page(Summary("r", reply_of(steps_of(8), sequences=(sequence,)), 0.0))
+    assert '<pre class="text">… Say &lt;b&gt;\n<mark>yes &amp; no</mark></pre>' in page
+    assert "sequence 5: 2 documents, 64 tokens, 9 targets (a.jsonl 7-8)" in " ".join(Well(page).words)
+    assert "First sequences" not in render_page(Summary("r", reply_of(steps_of(8)), 0.0))
 
 
 def test_the_newest_checkpoint_and_the_sum_of_all_times_are_there():

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from llama405b.contract.records import QUOTE_PREFIX
 from llama405b_tools.text.figures import format_columns
 from llama405b_tools.text.words import (
     BlockSplitter,
@@ -54,6 +55,16 @@ def test_a_traceback_stays_whole_however_it_arrives(trace, seed):
     assert "".join(data[block.begin : block.end].decode() for block in found) == data.decode()
     assert any(text.strip().endswith("ValueError: no") and text.count("\n") >= 2 for text in texts)
     assert not any(text.lstrip("[rank3]: ").startswith("ValueError") for text in texts)
+
+
+def test_a_traceback_in_training_text_begins_no_block():
+    quoted = "".join(f"{QUOTE_PREFIX}{line}\n" for line in f"⟦text\n{TRACE}⟧".splitlines())
+    data = f"before\n{quoted}step 1\n{TRACE}after\n".encode()
+    blocks = BlockSplitter()
+    texts = [block.text for block in (*blocks.feed(0, data), *blocks.flush())]
+    assert texts[:2] == [f"before\n{quoted}".rstrip("\n"), "step 1"]
+    assert texts[-1] == "after"
+    assert texts[2].startswith("Traceback")
 
 
 def test_times_in_lines():

@@ -21,6 +21,7 @@ from llama405b.contract.records import (
     Metrics,
     PromptSample,
     RunEvent,
+    SequencePreview,
 )
 from llama405b.settings.axes import Axes
 from llama405b.spec.plan import read_plan
@@ -87,6 +88,7 @@ class ReportReply:
     evaluations: tuple[tuple[int, float, float], ...]  # step, time, loss
     events: tuple[RunEvent, ...]  # of rank 0
     samples: tuple[PromptSample, ...]  # the last ones
+    sequences: tuple[SequencePreview, ...]  # the first ones
     settings: str = dataclasses.field(metadata=LINES)  # config.toml
     gpu: str  # name of the first one; "": there is none, or nothing is said
     checkpoint: str  # the newest complete one
@@ -228,6 +230,7 @@ def report_of(request: HeadRequest) -> ReportReply:
         evaluations=tuple(iterate_evaluations(lines)),
         events=tuple(read_records(RunEvent, run.events("rank-0"), UNLIMITED)),
         samples=tuple(read_records(PromptSample, run.samples, MAX_SAMPLES)),
+        sequences=tuple(read_records(SequencePreview, run.sequences, UNLIMITED)),
         settings=settings,
         gpu="" if plan.slurm_job else first_gpu(list_working_gpus()[0])[0],  # a job's files are read on another machine
         checkpoint=str(checkpoint or ""),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from llama405b.contract.accounting import TimeUse
 from llama405b.contract.errors import fmt_if, pluralize
-from llama405b.contract.records import EventKind, PromptSample
+from llama405b.contract.records import DocumentPreview, EventKind, PromptSample, SequencePreview
 from llama405b_tools.agent.reports import CurvePoint
 from llama405b_tools.report.summary import (
     USE_LABELS,
@@ -94,6 +94,8 @@ td, th { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var
 th { color: var(--soft) }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: var(--panel); padding: 10px 14px; border-radius: 8px; overflow-x: auto; font-size: 12px }
+.text { white-space: pre-wrap }
+mark { background: color-mix(in srgb, var(--good) 25%, transparent); color: inherit }
 summary { cursor: pointer; color: var(--soft) }
 #at { position: sticky; top: 0; background: var(--back); min-height: 22px; padding: 2px 0; font-variant-numeric:
   tabular-nums; z-index: 1 }
@@ -332,6 +334,7 @@ def render_page(summary: Summary) -> str:
         '<div id="at" class="soft" aria-live="polite">Point at a curve to read its values, or select it with Tab and press ← or →.</div>',
         *(_charts(summary) if summary.reply.points or summary.reply.evaluations else ["<p>No steps yet.</p>"]),
         *_prompts_section(summary.reply.samples),
+        *_sequences_section(summary.reply.sequences),
         *_time_section(summary),
         *_events_section(list_events(summary), summary.start_time),
         *_facts_section(summary),
@@ -596,6 +599,23 @@ def _prompts_section(samples: Sequence[PromptSample]) -> Iterator[str]:
         ordered = sorted(samples, key=lambda sample: (sample.prompt, sample.step))
         table = _html_table(["step", "prompt", "continuation"], rows(ordered))
         yield f"<details><summary>all {len(samples)}</summary>{table}</details>"
+
+
+def _sequences_section(sequences: Sequence[SequencePreview]) -> Iterator[str]:
+    """Yield the first sequences of the run, with what is trained on marked."""
+    if not sequences:
+        return
+    yield "<h2>First sequences</h2><p>What is trained on is <mark>marked</mark>; the middle of long texts is left out.</p>"
+    for sequence in sequences:
+        yield f"<details><summary>sequence {sequence.index + 1}: {html.escape(sequence.summary)}</summary>"
+        for document in sequence.documents:
+            yield f'<pre class="text">{"… " * document.is_continued}{_document_html(document)}</pre>'
+        yield "</details>"
+
+
+def _document_html(document: DocumentPreview) -> str:
+    texts = ((html.escape(part.text), part.is_trained) for part in document.parts)
+    return "".join(f"<mark>{text}</mark>" if is_trained else text for text, is_trained in texts)
 
 
 def _facts_section(summary: Summary) -> Iterator[str]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llama405b.contract.errors import fmt_if
+from llama405b.contract.records import QUOTE_PREFIX
 
 MIN_SECRET_CHARS, REDACTED = 6, "…REDACTED"
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])")
@@ -117,7 +118,11 @@ HOLE = re.compile(rb"\0{16,}")
 UNIT = re.compile(r"[kKMGT]?i?B\b|\b(?:it/s|s/it)\b|\b[dhms]\b")
 MAX_CLOCK_DIFF_S = 600.0  # most that a line's own time may differ from its arrival; beyond, it is another date
 INDENTED = re.compile(rb"\s+\S|\s*$")
-IN_TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^\s*(\[rank\d+\]:\s*)?Traceback")
+IN_TRACEBACK = re.compile(
+    b"^(?!"
+    + re.escape(QUOTE_PREFIX.encode())
+    + rb")(?:.*Traceback \(most recent call last\)|\s*(?:\[rank\d+\]:\s*)?Traceback)"
+)
 PREFIX = re.compile(rb"(\[rank\d+\]:\s?|E\d{4} [\d:.]+ \d+ [\w./]+:\d+\] ?)")
 GLOG = re.compile(r"[IWEFD](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{3,6})")
 ISO = re.compile(r"\[?(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?(Z|[+-]\d\d:?\d\d)?")

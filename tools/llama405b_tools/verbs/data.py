@@ -36,7 +36,7 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(prog="llama405b data", description=__doc__)
     subparsers = parser.add_subparsers(dest="what", required=True, metavar="show | tokenize")
     show = subparsers.add_parser("show", help="print sequences", description=SHOW + SETTINGS)
-    show.add_argument("--sequences", type=int, default=2, metavar="N", help="how many to print [2]")
+    show.add_argument("--sequences", type=int, default=3, metavar="N", help="how many to print [3]")
     tokenize = subparsers.add_parser("tokenize", help="tokenize texts", description=TOKENIZE + SETTINGS)
     tokenize.add_argument("--out", type=Path, metavar="DIR", required=True, help="directory to write the tokens to")
     tokenize.add_argument("--workers", type=int, default=CORES, metavar="N", help="processes [one per core]")
