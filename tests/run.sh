@@ -2,7 +2,7 @@
 # Set up everything, then run the tests.
 #   bash tests/run.sh [PYTEST ARGS]    unit tests, and those with real ranks
 #   bash tests/run.sh quick            only the unit tests that are not slow, in about four minutes on two cores
-#   bash tests/run.sh --all            also those on real hosts (root, sshd, namespaces, Slurm) and on the stand-in; what CI runs
+#   bash tests/run.sh --all            also those on real hosts (root, sshd, namespaces, Slurm) and on the stand-in; what CI runs; writes durations.xml
 #   bash tests/run.sh --standin        only those with torch's CUDA build on a stand-in for CUDA, which needs no GPU
 #   bash tests/run.sh --newest         unit and step tests with the newest torch and transformers, in .venv-newest; never in CI
 #   bash tests/run.sh --soak           the longest tests, such as random kills, and all 126 layers against the memory tracker; never in CI
@@ -71,7 +71,7 @@ export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the 
 marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}") more=true
 if [ "${1:-}" = --all ]; then
     shift
-    marks=(-m "not gpu and not soak and not standin" --durations=40 "${two[@]}")
+    marks=(-m "not gpu and not soak and not standin" --durations=40 --junit-xml=durations.xml "${two[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
     more=on_standin
 elif [ "${1:-}" = --soak ]; then
