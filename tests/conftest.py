@@ -1,8 +1,6 @@
 import collections
 import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,18 +120,6 @@ def cli():
         env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"} | (env or {})
         words = (*args[:1], *more_args, *args[1:])
         return run_program("llama405b_tools.cli:main", *words, cwd=cwd, env=env, timeout_s=timeout)
-
-    return run
-
-
-@pytest.fixture
-def cold_cli():
-    """``cli`` in a new process, for variables that modules read as they are imported."""
-
-    def run(cwd, *args, timeout=240, env=None):
-        command = [sys.executable, "-P", "-m", "llama405b_tools.cli", *map(str, args)]
-        env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"} | (env or {})
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
     return run
 

@@ -153,8 +153,8 @@ def compare_packed_fast(runs: DemoRuns) -> list[Figure]:
 
 def measure_planning(this_rank: Rank) -> list[Figure]:
     """Time steps alone, and while a thread plans a DCP save of 405B on 64 ranks in Python."""
-    count, tensors = (N_RANKS, TENSORS) if this_rank.on_gpu else (2, 20)
-    stop, workload = threading.Event(), Workload("llama3.1-8b", 8, 2, 4096)
+    count, tensors, layers, n_steps = (N_RANKS, TENSORS, 8, 1 + STEPS) if this_rank.on_gpu else (2, 20, 1, 2)
+    stop, workload = threading.Event(), Workload("llama3.1-8b", layers, 2, 4096)
 
     def item(number: int, rank: int) -> WriteItem:
         chunk = ChunkStorageMetadata(torch.Size((64 * rank, 0)), torch.Size((64, 8)))
@@ -169,10 +169,10 @@ def measure_planning(this_rank: Rank) -> list[Figure]:
             for rank_plan in create_default_global_save_plan([pickle.loads(pickled) for pickled in plans])[0]:
                 pickle.dumps(rank_plan)
 
-    alone_s = take_steps(workload, Parallel(), this_rank, 1 + STEPS)[1].total_s
+    alone_s = take_steps(workload, Parallel(), this_rank, n_steps)[1].total_s
     thread = threading.Thread(target=plan, daemon=True)
     thread.start()
-    background_s = take_steps(workload, Parallel(), this_rank, 1 + STEPS)[1].total_s
+    background_s = take_steps(workload, Parallel(), this_rank, n_steps)[1].total_s
     stop.set()
     return [
         Figure("alone", alone_s, "s"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.contract.errors import UserError, reason_of
+from llama405b.contract.software import DOCS
 
 FUNCTIONS = ("metrics", "loss", "documents", "every", "saved", "evaluated")
 IDENTITY_FUNCTIONS = ("loss", "documents")  # these change what a run trains on, so its identity has the module's hash
@@ -67,7 +68,7 @@ def read_extension(module: str) -> ExtensionModule:
     functions = tuple(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS)
     values = dict(_read_values(tree, path))
     if not functions:
-        raise UserError(f"--extend: {path} defines none of {', '.join(FUNCTIONS)}; see docs/extending.md")
+        raise UserError(f"--extend: {path} defines none of {', '.join(FUNCTIONS)}; see {DOCS}/extending.md")
     extension = ExtensionModule(
         str(path), hashlib.sha256(text).hexdigest(), functions, values.get(READS, ()), values.get(EVERY, 0), module
     )

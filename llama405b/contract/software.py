@@ -21,10 +21,16 @@ from llama405b import __version__
 CODE_SUFFIXES = (".py", ".toml", ".json", ".html")  # files that affect behaviour; not compiled files or editors' copies
 
 
+ROOT = Path(__file__).resolve().parents[2]  # a checkout, or a directory of installed packages
+SOURCE = "llama405b_tools/source"  # in a wheel: the other files of its source, as tools/wheel_files.py packs them
+INSTALLED_SOURCE = ROOT / SOURCE
+DOCS = str(INSTALLED_SOURCE / "docs") if INSTALLED_SOURCE.is_dir() else "docs"  # for messages that name a page
+
+
 @functools.cache
 def code_version() -> str:
-    """Return the version with a digest of the code: ``0.2.0+1a2b3c4d5e6f``."""
-    return f"{__version__}+{code_digest(Path(__file__).resolve().parents[2])}"
+    """Return the version with a digest of the code: ``0.3.0+1a2b3c4d5e6f``."""
+    return f"{__version__}+{code_digest(ROOT)}"
 
 
 def code_digest(root: Path) -> str:
@@ -39,7 +45,9 @@ def code_digest(root: Path) -> str:
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         is_editor_file = "/." in name or path.is_symlink()  # such as Emacs's lock files, which are dangling links
-        if name.endswith(CODE_SUFFIXES) and path.is_file() and not is_editor_file:
+        if name.startswith(f"{SOURCE}/") or is_editor_file:
+            continue
+        if name.endswith(CODE_SUFFIXES) and path.is_file():
             digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:12]
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from llama405b.contract.errors import UserError, parse_seconds, parse_staging_bytes
+from llama405b.contract.software import DOCS
 from llama405b.settings.strategies import STRATEGIES, FsdpUnit, Strategy, StrategyName
 
 FIRST_INTERVAL_S = 600.0  # before the first save with auto, when the cost of a save is unknown
@@ -259,7 +260,7 @@ class Data:
     fields: tuple[str, ...] = option(
         (),
         "names of the records' fields, like prompt=instruction,completion=output; in TOML also "
-        'fields = {prompt = "instruction", completion = "output"}; default: the usual names (docs/data.md)',
+        f'fields = {{prompt = "instruction", completion = "output"}}; default: the usual names ({DOCS}/data.md)',
     )
     prompts: Literal["text", "chat"] = option(
         "text",
@@ -310,7 +311,7 @@ class Training:
         "GPU-hour budget across restarts; warns at 80 %, saves and stops before 100 %; 0: unlimited",
     )
     extend: str = option(
-        "", "Python file or installed module with your own functions, present on every host (docs/extending.md)"
+        "", f"Python file or installed module with your own functions, present on every host ({DOCS}/extending.md)"
     )
     on_loss_spike: Literal["warn", "skip", "stop"] = option(
         "warn",

@@ -33,9 +33,9 @@ from ranks_rig import run_ranks
 
 
 def test_streaming_needs_less_than_two_units_above_the_shards(tmp_path):
-    largest = bench_load.largest_unit(bench_load.write_random(tmp_path, 0.25)) * 4  # FP32
+    largest = bench_load.largest_unit(bench_load.write_random(tmp_path, 0.1)) * 4  # FP32
     streamed, baseline = (bench_load._measure(form, tmp_path, 2, "fp32") for form in ("streamed", "baseline"))
-    assert streamed["shard_bytes"] == baseline["shard_bytes"] >= 0.22e9
+    assert streamed["shard_bytes"] == baseline["shard_bytes"] >= 0.08e9
     assert streamed["peak_above_shards_bytes"] <= 2 * largest
     assert streamed["peak_above_shards_bytes"] < baseline["peak_above_shards_bytes"] / 2
 

@@ -129,8 +129,8 @@ def hub(tiny, tmp_path):
     server.shutdown()
 
 
-def test_only_what_is_needed_verified_and_not_fetched_twice(hub, cold_cli, tmp_path):
-    done = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
+def test_only_what_is_needed_verified_and_not_fetched_twice(hub, cli, tmp_path):
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"])
     assert done.returncode == 0, done.stderr
     target = tmp_path / "models/tiny"
     for file in hub["root"].iterdir():
@@ -139,18 +139,18 @@ def test_only_what_is_needed_verified_and_not_fetched_twice(hub, cold_cli, tmp_p
     assert not (target / "consolidated.00.pth").exists()
     assert "complete: " in done.stdout
     hub["asked"].clear()
-    again = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
+    again = cli(tmp_path, "download", "o/tiny", env=hub["env"])
     assert "0 to download" in again.stdout
     assert not any("/resolve/" in path for _, path, *_ in hub["asked"])
     weights = next(target.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)  # touched: fetched again
-    assert cold_cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 0
+    assert cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 0
     assert weights.read_bytes() == (hub["root"] / weights.name).read_bytes()
 
 
-def test_a_dataset(hub, cold_cli, tmp_path):
+def test_a_dataset(hub, cli, tmp_path):
     for name in ("data/train-0.parquet", "data/test-0.parquet", "notes.txt", "image.png", "README.md"):
         (hub["root"] / name).parent.mkdir(exist_ok=True)
         (hub["root"] / name).write_bytes(name.encode() * 50)
@@ -159,17 +159,17 @@ def test_a_dataset(hub, cold_cli, tmp_path):
         root = tmp_path / "data/tiny"
         return {path.relative_to(root).as_posix() for path in [*root.glob("[!.]*.*"), *root.glob("data/*")]}
 
-    done = cold_cli(tmp_path, "download", "o/tiny", "--dataset", "--only", "data/train-*", env=hub["env"])
+    done = cli(tmp_path, "download", "o/tiny", "--dataset", "--only", "data/train-*", env=hub["env"])
     assert done.returncode == 0, done.stderr
     assert brought() == {"data/train-0.parquet"}
-    done = cold_cli(tmp_path, "download", "o/tiny", "--dataset", env=hub["env"])
+    done = cli(tmp_path, "download", "o/tiny", "--dataset", env=hub["env"])
     assert "3 files, 0.00 GB; 2 to download into data/tiny" in done.stdout
     assert done.stdout.splitlines()[-1] == "complete: train on it with --data.paths data/tiny"
     assert brought() == {"data/train-0.parquet", "data/test-0.parquet", "notes.txt"}
     assert (tmp_path / "data/tiny/notes.txt").read_bytes() == (hub["root"] / "notes.txt").read_bytes()
 
 
-def test_a_dataset_is_read_where_it_is(hub, cold_cli, demo, tmp_path, monkeypatch):
+def test_a_dataset_is_read_where_it_is(hub, cli, demo, tmp_path, monkeypatch):
     records = [{"text": f"größer als {number} " * (1 + number % 7)} for number in range(3000)]
     folder = hub["root"] / "data"
     folder.mkdir()
@@ -186,7 +186,7 @@ def test_a_dataset_is_read_where_it_is(hub, cold_cli, demo, tmp_path, monkeypatc
         return ["tokenize", "--model.path", str(demo), "--data.paths", path, "--out", out, "--workers", "2"]
 
     def tokenize(path, out):
-        return cold_cli(tmp_path, "data", *flags(path, out), env=hub["env"])
+        return cli(tmp_path, "data", *flags(path, out), env=hub["env"])
 
     done = tokenize("hf://datasets/o/tiny/data/*", "streamed")
     assert done.returncode == 0, done.stderr
@@ -216,8 +216,8 @@ def test_a_dataset_is_read_where_it_is(hub, cold_cli, demo, tmp_path, monkeypatc
         hub_files("hf://o/tiny")
 
 
-def test_without_the_weights(hub, cold_cli, tmp_path):
-    done = cold_cli(tmp_path, "download", "o/tiny", "--skip-weights", "--to", "small", env=hub["env"])
+def test_without_the_weights(hub, cli, tmp_path):
+    done = cli(tmp_path, "download", "o/tiny", "--skip-weights", "--to", "small", env=hub["env"])
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (tmp_path / "small").iterdir()}
     assert "config.json" in names
@@ -225,7 +225,7 @@ def test_without_the_weights(hub, cold_cli, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted", "reset"])
-def test_what_an_interrupted_download_left_is_deleted_and_begun_again(hub, cold_cli, tmp_path, how):
+def test_what_an_interrupted_download_left_is_deleted_and_begun_again(hub, cli, tmp_path, how):
     hub["stalls"] = "reset" if how == "reset" else "stands"
     words = [sys.executable, "-P", "-m", "llama405b_tools.cli", "download", "o/tiny"]
     left = tmp_path / "models/tiny/.cache/huggingface/download"
@@ -237,7 +237,7 @@ def test_what_an_interrupted_download_left_is_deleted_and_begun_again(hub, cold_
             if how != "reset":
                 wait_for(lambda before=before: set(left.rglob("*.incomplete")) - before)
                 if how == "interrupted":
-                    other = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
+                    other = cli(tmp_path, "download", "o/tiny", env=hub["env"])
                     assert "models/tiny: another download is writing there; wait for it" in other.stderr
                 child.send_signal(signal.SIGKILL if how == "killed" else signal.SIGINT)
             said, _ = child.communicate(timeout=50)  # a request's own time limit is longer
@@ -250,32 +250,32 @@ def test_what_an_interrupted_download_left_is_deleted_and_begun_again(hub, cold_
         assert len(list(left.rglob("*.incomplete"))) <= MAX_PARALLEL
     hub["stalls"] = ""
     (left / "x.incomplete").write_bytes(b"of an older try")
-    done = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"])
     assert done.returncode == 0, done.stderr
     assert re.search(
         r"an interrupted download left \d files? incomplete \(.* MB\): deleted, will be downloaded again", done.stdout
     )
     assert not list(left.rglob("*.incomplete"))
     offline = hub["env"] | {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    again = cold_cli(tmp_path, "download", "o/tiny", env=offline)
+    again = cli(tmp_path, "download", "o/tiny", env=offline)
     assert again.returncode == 0, again.stderr
     assert (
         f"models/tiny: complete as of {COMMIT}; whether o/tiny has changed since is unknown: the Hub cannot be reached"
         in again.stdout
     )
-    assert cold_cli(tmp_path, "download", "o/tiny", "--revision", "v1", env=offline).returncode == 1
+    assert cli(tmp_path, "download", "o/tiny", "--revision", "v1", env=offline).returncode == 1
 
 
-def test_a_hub_that_sends_something_else_is_found_out(hub, cold_cli, tmp_path):
+def test_a_hub_that_sends_something_else_is_found_out(hub, cli, tmp_path):
     hub["broken"] = True
-    done = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"])
     assert done.returncode == 1
     assert "its content does not match the Hub's SHA-256, twice" in done.stderr
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="NOT RUN: needs root and unshare")
-def test_a_complete_model_where_nobody_may_write_is_complete(hub, cold_cli, tmp_path):
-    assert cold_cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 0
+def test_a_complete_model_where_nobody_may_write_is_complete(hub, cli, tmp_path):
+    assert cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 0
     target = tmp_path / "models/tiny"
     (target / ".llama405b-download.json").unlink()  # as older versions left it
     bind = f"mount --bind {target} {target} && mount -o remount,ro,bind {target}"
@@ -288,15 +288,15 @@ def test_a_complete_model_where_nobody_may_write_is_complete(hub, cold_cli, tmp_
     assert "0 to download" in done.stdout
 
 
-def test_what_failed_halfway_is_complete_of_no_commit(hub, cold_cli, tmp_path):
-    assert cold_cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 0
+def test_what_failed_halfway_is_complete_of_no_commit(hub, cli, tmp_path):
+    assert cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 0
     config = hub["root"] / "config.json"
     config.write_text(config.read_text() + "\n")  # the next commit: this file comes, and the weights break
     next((tmp_path / "models/tiny").glob("*.safetensors")).unlink()
     (tmp_path / "models/tiny/config.json").unlink()
     hub["broken"] = True
-    assert cold_cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 1
-    offline = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"] | {"HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 1
+    offline = cli(tmp_path, "download", "o/tiny", env=hub["env"] | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert offline.returncode == 1
     assert "the Hub cannot be reached" in offline.stderr
 
@@ -314,35 +314,35 @@ def test_what_failed_halfway_is_complete_of_no_commit(hub, cold_cli, tmp_path):
         (["o/tiny", "--revision", "v9"], 2, "--revision: o/tiny has no such revision"),
     ],
 )
-def test_what_is_refused_is_one_sentence(hub, cold_cli, tmp_path, args, code, words):
-    done = cold_cli(tmp_path, "download", *args, env=hub["env"])
+def test_what_is_refused_is_one_sentence(hub, cli, tmp_path, args, code, words):
+    done = cli(tmp_path, "download", *args, env=hub["env"])
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_no_network(hub, cold_cli, tmp_path):
-    done = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"] | {"HF_ENDPOINT": "http://127.0.0.1:9"})
+def test_no_network(hub, cli, tmp_path):
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"] | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert done.returncode == 1
     assert "the Hub cannot be reached" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_token_goes_to_the_hub_alone(hub, cold_cli, tmp_path):
+def test_the_token_goes_to_the_hub_alone(hub, cli, tmp_path):
     token = "hf_canaryabcdefghijklmnopqrstuv"
-    done = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"] | {"HF_TOKEN": token})
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"] | {"HF_TOKEN": token})
     assert done.returncode == 0, done.stderr
     assert f"Bearer {token}" in {authorization for _, _, authorization, _ in hub["asked"]}
     assert token not in done.stdout + done.stderr
     assert not any(token.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_an_older_model_is_fetched_as_it_is(hub, cold_cli, tmp_path):
+def test_an_older_model_is_fetched_as_it_is(hub, cli, tmp_path):
     for file in hub["root"].glob("*.safetensors*"):
         file.unlink()
     for name in ("pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json", "optimizer.bin"):
         (hub["root"] / name).write_text("{}")
-    done = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"])
     assert done.returncode == 0, done.stderr
     found = {path.name for path in (tmp_path / "models/tiny").iterdir()}
     assert found >= {"pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json", "config.json"}

@@ -343,7 +343,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def test_it_is_uploaded_whole(at, tmp_path, cold_cli):
+def test_it_is_uploaded_whole(at, tmp_path, cli):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.took, server.card, server.url = [], b"", f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -359,7 +359,7 @@ def test_it_is_uploaded_whole(at, tmp_path, cold_cli):
     ):
         server.took, server.card = [], card
         shutil.rmtree(tmp_path / "hf", ignore_errors=True)  # where it keeps what it has read
-        done = cold_cli(at, "export", "r", out, "--push-to-hub", "o/new", env=env)
+        done = cli(at, "export", "r", out, "--push-to-hub", "o/new", env=env)
         assert done.returncode == 0, done.stderr
         assert "uploaded to o/new" in done.stdout
         sent.append({entry["value"]["path"] for entry in server.took if entry["key"] == "file"})
@@ -376,14 +376,14 @@ def test_it_is_uploaded_whole(at, tmp_path, cold_cli):
     assert ": step 1" in card
     (out / "README.md").write_text("mine")
     (out / "LICENSE.txt").unlink()
-    again = cold_cli(at, "export", "r", out, "--push-to-hub", "o/new", env=env)
+    again = cli(at, "export", "r", out, "--push-to-hub", "o/new", env=env)
     assert again.returncode == 0, again.stderr
     assert server.took[0]["key"] == "header"
     assert [entry["value"]["path"] for entry in server.took if entry["value"].get("path") == "README.md"]
     assert (out / "README.md").read_text() == "mine"
     server.shutdown()
     env["HF_ENDPOINT"] = "http://127.0.0.1:9"
-    refused = cold_cli(at, "export", "r", tmp_path / "other", "--push-to-hub", "o/new", env=env)
+    refused = cli(at, "export", "r", tmp_path / "other", "--push-to-hub", "o/new", env=env)
     assert refused.returncode == 1
     assert not (tmp_path / "other").exists()  # nothing was begun
 

@@ -16,6 +16,8 @@ import time
 import traceback
 from pathlib import Path
 
+import huggingface_hub.constants
+
 from llama405b_tools.cli import VERBS
 
 OF_RANKS = ("transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "torch.optim")
@@ -124,6 +126,8 @@ def _program(rank, world, port, environment, cwd, output, program, argv):
     import torch
 
     torch.set_num_threads(1)
+    if any(name.startswith("HF_") for name in environment):
+        importlib.reload(huggingface_hub.constants)  # which reads them as it is imported
     sys.argv = [program, *argv]
     module, _, function = program.partition(":")
     sys.exit(getattr(importlib.import_module(module), function)())

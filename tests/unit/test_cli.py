@@ -52,7 +52,10 @@ def test_hosts_may_follow_an_option(words, capsys):
 
 def test_the_version_tells_this_code_from_any_other(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"llama405b {code_version()}\n"
+    said = capsys.readouterr().out
+    git = ["git", "-C", ROOT, "rev-parse", "--short=12", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    assert said.replace("+changes", "") == f"llama405b {code_version()}" + f" ({commit})" * bool(commit) + "\n"
 
 
 NO_TORCH = """import sys

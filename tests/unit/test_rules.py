@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
+from llama405b.contract.software import code_digest, code_version
 
 LINT = Path(sys.executable).parent / "lint-imports"
 
@@ -22,8 +23,9 @@ def tree(tmp_path_factory):
     copy = tmp_path_factory.mktemp("tree")
     for part in ("llama405b", "tools"):
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
+    shutil.copytree(ROOT / "docs", copy / "docs")
     return copy
 
 
@@ -131,6 +133,9 @@ def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     needs = re.findall(
         r"^Requires-Dist: ([\w-]+)(?!.*extra)", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE
     )
+    assert {
+        f"llama405b_tools/source/{name}" for name in ("constraints.txt", "docs/proof.md", "tools/wheel_files.py")
+    } <= set(names)
     assert set(needs) == {
         "argcomplete",
         "libtmux",
@@ -149,6 +154,23 @@ def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     shown = subprocess.run(demo, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60, check=False)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"SIMULATED +llama-405b .*GPU 64/64", shown.stdout)
+
+    copied = [tmp_path / "venv/bin/python", "-c", COPY_SOURCE, tmp_path / "source"]
+    subprocess.run(copied, cwd=tmp_path, env={}, timeout=60, check=True)
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "docs/proof.md", "tools/wheel_files.py"):
+        assert (tmp_path / "source" / name).read_bytes() == (tree / name).read_bytes(), name
+    assert code_digest(tmp_path / "source") == code_digest(tree)
+    ran = [tmp_path / "venv/bin/llama405b", "--version"]
+    said = subprocess.run(ran, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.strip() == f"llama405b {code_version()}"
+    [page] = tmp_path.glob("venv/lib/*/site-packages/llama405b_tools/source/docs/cluster-top-json.md")
+    ran = [tmp_path / "venv/bin/cluster-top", "--help"]
+    said = subprocess.run(ran, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert str(page) in "".join(said.split())
+
+
+COPY_SOURCE = """import sys; from pathlib import Path; from llama405b_tools.deliver.install import project_root
+assert project_root(Path(sys.argv[1])) == Path(sys.argv[1])"""
 
 
 def test_what_setup_makes_is_no_code():

@@ -15,7 +15,6 @@ except ModuleNotFoundError:
 
 from llama405b.contract.errors import EXIT_DETACHED, EXIT_FAILED, EXIT_OK, UserError, did_you_mean, fmt_if, shorten
 from llama405b.contract.files import set_private_umask
-from llama405b.contract.software import code_version
 from llama405b.settings import command
 from llama405b_tools.run import screen
 from llama405b_tools.text.words import replace_unencodable, strip_controls
@@ -122,8 +121,7 @@ def _dispatch(args: list[str]) -> int:
         print(usage())
         return 0 if args else 2
     if args[0] == "--version" or args[1:] == ["--version"]:
-        print(f"llama405b {code_version()}")
-        return 0
+        return int(importlib.import_module("llama405b_tools.verbs.version").main())
     return _run_verb(args)
 
 

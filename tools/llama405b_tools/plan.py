@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import STAGING_SHARE, fmt_if, pluralize
+from llama405b.contract.software import DOCS
 from llama405b.predict.calibration import MIN_PROGRAMS, Calibration, Evidence, TimeRange
 from llama405b.predict.estimate import Machines
 from llama405b.predict.hardware import GIB
@@ -436,14 +437,14 @@ def _fastest_lines(first: Prediction, untested: Sequence[Prediction]) -> list[st
     if not untested:
         return []
     if features := untested_features(first.run):
-        return [f"  the first needs {features}, tested on one GPU at most (docs/proof.md)"]
+        return [f"  the first needs {features}, tested on one GPU at most ({DOCS}/proof.md)"]
     fastest = max(untested, key=lambda candidate: candidate.tokens_per_s or 0.0)
     gain = (fastest.tokens_per_s or 0.0) / (first.tokens_per_s or math.inf) - 1
     if gain <= NEAR_SHARE:
         return ["  nothing tested on one GPU at most is predicted to be faster"]
     return [
         f"  fastest is {untested_features(fastest.run)}, by {100 * gain:.0f}%; "
-        "tested on one GPU at most so far (docs/proof.md), so it ranks lower"
+        f"tested on one GPU at most so far ({DOCS}/proof.md), so it ranks lower"
     ]
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import llama405b
 from conftest import ROOT
 from llama405b.contract.errors import UserError
 from llama405b_tools.deliver import install
@@ -14,18 +13,18 @@ from llama405b_tools.deliver import install
 @pytest.fixture
 def installed_elsewhere(monkeypatch, tmp_path):
     """As `uv tool install .` does it."""
-    monkeypatch.setattr(llama405b, "__file__", str(tmp_path / "site-packages/llama405b/__init__.py"))
+    monkeypatch.setattr(install, "ROOT", tmp_path / "site-packages")
 
 
 def test_a_program_sends_the_checkout_that_it_runs_from_or_is_started_in(request, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert install.project_root() == ROOT
+    assert install.project_root(tmp_path / "source") == ROOT
     request.getfixturevalue("installed_elsewhere")
     monkeypatch.chdir(ROOT)
-    assert install.project_root() == Path.cwd()
+    assert install.project_root(tmp_path / "source") == Path.cwd()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"not a checkout of the project, .* run setup in one"):
-        install.project_root()
+        install.project_root(tmp_path / "source")
 
 
 def test_wheels_cannot_be_fetched_without_pip(installed_elsewhere, monkeypatch, tmp_path):

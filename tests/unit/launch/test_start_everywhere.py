@@ -212,6 +212,8 @@ def test_hosts_with_other_code_are_refused_and_an_operator_with_other_code_is_to
     else:
         launch(request, list(fleet.hosts.values()), fleet, on_line=lines.append)
     told = [
-        line for line in lines if line.startswith("note: the hosts run llama405b 0.2.0+0000, and this machine 0.2.0+")
+        line
+        for line in lines
+        if line.startswith(f"note: the hosts run llama405b 0.2.0+0000, and this machine {code_version()}")
     ]
     assert len(told) == (odd == NAMES)

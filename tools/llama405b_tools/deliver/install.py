@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import llama405b
 from llama405b.contract.errors import UserError, fmt_if, last_or
+from llama405b.contract.software import INSTALLED_SOURCE, ROOT
 from llama405b_tools.deliver import push, setup_plan
 from llama405b_tools.deliver.chain import Origin, StepProgress
 from llama405b_tools.deliver.setup_plan import FACTS_SCRIPT, SetupOptions
@@ -28,18 +29,28 @@ WHEELHOUSE = ".wheelhouse"
 BUILD_TOOLS = ("hatchling", "editables", "pip", "setuptools")  # what pip needs to install the project itself
 
 
-def project_root() -> Path:
-    """Return the checkout to copy to the hosts: the one that this program runs from, else this directory.
+def project_root(scratch: Path) -> Path:
+    """Return the source tree to copy to the hosts: the checkout that this program runs from, else the one in this directory.
+
+    An installed wheel without either makes its source tree again, in ``scratch``.
 
     Raises:
-        UserError: There is none.
+        UserError: There is none: the program was installed from a wheel of an earlier version.
     """
-    for root in (Path(llama405b.__file__).resolve().parent.parent, Path.cwd()):
+    for root in (ROOT, Path.cwd()):
         if all((root / name).is_file() for name in ("pyproject.toml", "constraints.txt", "llama405b/__init__.py")):
             return root
-    raise UserError(
-        "setup: this directory is not a checkout of the project, which setup copies to the hosts; run setup in one"
+    if not INSTALLED_SOURCE.is_dir():
+        raise UserError(
+            "setup: this directory is not a checkout of the project, which setup copies to the hosts; run setup in one"
+        )
+    without_compiled = shutil.ignore_patterns("__pycache__", INSTALLED_SOURCE.name)
+    shutil.copytree(
+        INSTALLED_SOURCE, scratch, dirs_exist_ok=True, ignore=shutil.ignore_patterns("COMMIT", "__pycache__")
     )
+    for name, folder in (("llama405b", "."), ("llama405b_tools", "tools")):
+        shutil.copytree(ROOT / name, scratch / folder / name, ignore=without_compiled)
+    return scratch
 
 
 def make_wheelhouse(root: Path) -> Path:
@@ -105,7 +116,8 @@ class Installer:
         """Inspect the host, and make its directory equal to the checkout."""
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
         self.facts[name] = self._read_facts(name, connection)
-        workdir = host.workdir or (str(self.tree.root) if isinstance(connection, Local) else WORKDIR)
+        is_checkout = isinstance(connection, Local) and self.tree.root in (ROOT, Path.cwd())
+        workdir = host.workdir or (str(self.tree.root) if is_checkout else WORKDIR)
         summary = push_tree(connection, self.tree, workdir)
         self.progress.say(name, f"code in {workdir}: {summary}")
         python = self.options.python or "python3"

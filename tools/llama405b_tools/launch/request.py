@@ -14,6 +14,7 @@ from llama405b.contract.errors import UserError, fmt_if, parse_seconds, reason_o
 from llama405b.contract.files import check_only_owner_writes
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import GuardState
+from llama405b.contract.software import DOCS
 from llama405b.settings import command, config
 from llama405b.settings.command import OneLineParser
 from llama405b.settings.schema import Config
@@ -57,7 +58,7 @@ def launch_parser() -> OneLineParser:
     add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
     add("--dry-run", action="store_true", help="print what would run where, without connecting")
     extend_help = (
-        "a Python file with functions of your own: metrics, loss, documents, … (training.extend; docs/extending.md)"
+        f"a Python file with functions of your own: metrics, loss, documents, … (training.extend; {DOCS}/extending.md)"
     )
     add("--extend", default="", metavar="FILE", help=extend_help)
     after_save_help = "run CMD in the background after each complete save, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"

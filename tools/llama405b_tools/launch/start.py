@@ -18,7 +18,7 @@ from llama405b.contract.errors import RunError, UserError, fmt_if, pluralize
 from llama405b.contract.files import write_atomic, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import GuardState, describe_cause
-from llama405b.contract.software import code_version
+from llama405b.contract.software import DOCS, code_version
 from llama405b.predict.calibration import Calibration
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.hardware import GIB, Gpu, match_gpu, read_gpus
@@ -368,7 +368,7 @@ def _transfer_s(n_bytes: int, head: LaunchFacts, interface: str) -> float:
     return n_bytes * 8 / (speeds[0] * 1e6) if speeds and speeds[0] else 0.0
 
 
-UNTESTED_NOTE = "note: multi-GPU NCCL is untested in this release (docs/proof.md); try --rehearse first"
+UNTESTED_NOTE = f"note: multi-GPU NCCL is untested in this release ({DOCS}/proof.md); try --rehearse first"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -474,12 +474,12 @@ def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
         inner = next(name for name in reversed(AXIS_NAMES) if axes.size([name]) > 1)
         fits_one_host = all(node.slots % axes.size([inner]) == 0 for node in plan.nodes)
         location = "on one host" if fits_one_host else "on several hosts"
-        yield f"mesh: {axes}, ranks along {inner} are {location}; untested on GPUs (docs/parallel.md)"
+        yield f"mesh: {axes}, ranks along {inner} are {location}; untested on GPUs ({DOCS}/parallel.md)"
     for name in ("prefetch", "reshard_after_forward"):
         if value := getattr(config.parallel, name):
-            yield f"{name} {value}: untested on GPUs (docs/parallel.md)"
+            yield f"{name} {value}: untested on GPUs ({DOCS}/parallel.md)"
     if config.adapter.is_enabled:
-        yield f"adapter: {adapter_label(config.adapter)}; untested on GPUs (docs/lora.md)"
+        yield f"adapter: {adapter_label(config.adapter)}; untested on GPUs ({DOCS}/lora.md)"
     if note := idle_rank_note(config.training, axes.size(DP_AXES)):
         yield f"note: {note}"
 

@@ -4,9 +4,12 @@ Later verbs use the environment that setup found or created. Running it again do
 parallel; a host that fails does not delay the others.
 """
 
+import argparse
 import platform
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from llama405b.contract.errors import exit_code_for
 from llama405b.settings.command import OneLineParser
@@ -44,7 +47,12 @@ def main(argv: Sequence[str]) -> int:
         help="package index for torch, or none for pip's default [the index for the host's driver]",
     )
     args = parser.parse(argv)
-    root = project_root()
+    with tempfile.TemporaryDirectory(prefix="llama405b-source-") as scratch:
+        return _set_up(args, project_root(Path(scratch)))
+
+
+def _set_up(args: argparse.Namespace, root: Path) -> int:
+    """Set up the hosts from a source tree; return the exit code."""
     tree = source_tree.git_tree(root) or source_tree.plain_tree(root)
     for note in tree.notes:
         print(note, flush=True)

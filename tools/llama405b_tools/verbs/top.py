@@ -21,6 +21,7 @@ from rich.console import Console
 
 from llama405b.contract import reader
 from llama405b.contract.errors import EXIT_OK, UserError, parse_seconds
+from llama405b.contract.software import DOCS
 from llama405b.settings.command import OneLineParser
 from llama405b.spec.plan import check_run_name
 from llama405b_tools.hosts.fleet import DEFAULT_HOSTS_FILE, Fleet, find_hosts_file, hosts_argument, program_name
@@ -120,7 +121,7 @@ def _parser() -> OneLineParser:
         help="colors for a dark or light background [on a terminal as last time, else from COLORFGBG]",
     )
     add("--once", action="store_true", help="print once and exit")
-    add("--json", action="store_true", help="print JSON once (docs/cluster-top-json.md has the schema)")
+    add("--json", action="store_true", help=f"print JSON once ({DOCS}/cluster-top-json.md has the schema)")
     add("--watch", type=float, metavar="S", help="print every S seconds")
     add("--plain", action="store_true", help="print plain text (once, unless --watch is given)")
     add(
