@@ -116,8 +116,10 @@ class Installer:
         """Inspect the host, and make its directory equal to the checkout."""
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
         self.facts[name] = self._read_facts(name, connection)
-        is_checkout = isinstance(connection, Local) and self.tree.root in (ROOT, Path.cwd())
-        workdir = host.workdir or (str(self.tree.root) if is_checkout else WORKDIR)
+        here = (
+            self.tree.root if self.tree.root == ROOT else Path.cwd()
+        )  # later verbs look for a local host's in this directory
+        workdir = host.workdir or (str(here) if isinstance(connection, Local) else WORKDIR)
         summary = push_tree(connection, self.tree, workdir)
         self.progress.say(name, f"code in {workdir}: {summary}")
         python = self.options.python or "python3"
