@@ -21,6 +21,7 @@ import huggingface_hub.constants
 from llama405b_tools.cli import VERBS
 
 OF_RANKS = ("transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "torch.optim")
+OF_TESTS = ("pytest", "conftest", "mesh_rig", "update_rig")  # which the module of a rank's function imports
 
 
 def run_ranks(world, target, *args, timeout_s=300, may_fail=False):
@@ -103,7 +104,7 @@ def free_port():
 
 def fork_server():
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*OF_RANKS, *(module for module, _ in VERBS.values())])
+    context.set_forkserver_preload([*OF_RANKS, *OF_TESTS, *(module for module, _ in VERBS.values())])
     return context
 
 
