@@ -102,7 +102,7 @@ def _kept(me, model):
         mesh_rig.train(
             me,
             model,
-            steps=3,
+            steps=2,
             settings={"loss": loss},
             recompute=recompute,
             activations=activations,

@@ -31,7 +31,7 @@ def _trained(me, directory, settings, kinds):
     found = {}
     for kind, place in kinds:
         results, weights = mesh_rig.train(
-            me, directory, steps=3, dtype=torch.float32, settings=settings, recompute=kind, activations=place
+            me, directory, steps=2, dtype=torch.float32, settings=settings, recompute=kind, activations=place
         )
         name = kind if place == "device" else f"{kind}, {place}"
         found[name] = results, {name: weight.double().sum().item() for name, weight in weights.items()}

@@ -36,7 +36,7 @@ def alone(model):
 
 
 def _train(me, directory, settings):
-    return mesh_rig.train(me, directory, steps=4, settings=settings, groups=GROUPS)
+    return mesh_rig.train(me, directory, steps=3, settings=settings, groups=GROUPS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,8 +82,8 @@ LONG = {"alone", "in turn", "interleaved"}
 def test_matrices_are_frozen_with_tp_and_whole_stages_with_pp(model, settings, groups):
     from llama405b.settings.rules import is_frozen
 
-    right = mesh_rig.single(model, steps=4, frozen=lambda name: is_frozen(groups, name))
-    found = run_ranks(2, functools.partial(mesh_rig.train, steps=4, settings=settings, groups=groups), model)
+    right = mesh_rig.single(model, steps=3, frozen=lambda name: is_frozen(groups, name))
+    found = run_ranks(2, functools.partial(mesh_rig.train, steps=3, settings=settings, groups=groups), model)
     weights = {name: tensor for _, own in found for name, tensor in own.items()}
     assert max(mesh_rig.difference((found[0][0], weights), right)) < 1e-9
 
@@ -96,7 +96,7 @@ def _freeze(me, directory, settings):
         kept["trained"] = sum(p.requires_grad for p in updater.master.parameters())
 
     results, weights = mesh_rig.train(
-        me, directory, steps=4, settings=settings, groups=FROZEN, before=before, recompute="every:2"
+        me, directory, steps=3, settings=settings, groups=FROZEN, before=before, recompute="every:2"
     )
     return results, weights, kept
 
@@ -111,7 +111,7 @@ def test_what_is_frozen_takes_no_gradient_and_no_moments(place, model):
 
     world, settings = PLACES[place]
     before = {key: value for file in model.glob("*.safetensors") for key, value in load_file(file).items()}
-    right = mesh_rig.single(model, steps=4, frozen=lambda name: is_frozen(FROZEN, name))
+    right = mesh_rig.single(model, steps=3, frozen=lambda name: is_frozen(FROZEN, name))
     found = run_ranks(world, _freeze, model, settings)
     weights = {name: tensor for _, own, _ in found for name, tensor in own.items()}
     for results, _, kept in found:

@@ -15,8 +15,8 @@ import torch
 from ranks_rig import run_ranks
 from update_rig import batch, bits, build, dcp_save, same, slow, take
 
-STEPS = 16
-SAVED, RESUMED, LOOKED = 6, 10, 5  # the step that is saved; after which it is resumed; how often a forward only looks
+STEPS = 9
+SAVED, RESUMED, LOOKED = 3, 6, 4  # the step that is saved; after which it is resumed; how often a forward only looks
 FORMS = {  # each with torch's AdamW between the steps first
     "all": [{"offload": "all", "overlap": False}, {"offload": "all", "overlap": True}],
     "optimizer": [{"offload": "none", "overlap": False}, {"offload": "optimizer", "overlap": True}],
@@ -63,7 +63,7 @@ def _compare(me, directory, root, accumulation):
 def test_hidden_equals_sequential_bit_for_bit(tiny, tmp_path, world, accumulation):
     for equal, clipped, seen in run_ranks(world, _compare, tiny, tmp_path, accumulation):
         assert equal == [(True, True)] * 3
-        assert 5 <= clipped < seen
+        assert 3 <= clipped < seen
 
 
 def _otherwise(me, directory, form, more):
@@ -72,7 +72,7 @@ def _otherwise(me, directory, form, more):
         module, updater = build(me, directory, **each, **more)
         if each["overlap"]:
             slow(updater)
-        seen = [take(me, module, updater, step) for step in range(1, 9)]
+        seen = [take(me, module, updater, step) for step in range(1, 6)]
         outcomes.append((seen, bits(module, updater)))
     return outcomes[0][0] == outcomes[1][0] and same(outcomes[0][1], outcomes[1][1])
 

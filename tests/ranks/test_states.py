@@ -80,18 +80,18 @@ def _rounded(me, directory, form, root):
         module, updater = build(me, directory, overlap=overlap, moments="bf16", **form)
         if overlap:
             slow(updater)
-        path, seen = root / f"{overlap}" / "step-00000004", []
-        for number in range(1, 9):
+        path, seen = root / f"{overlap}" / "step-00000003", []
+        for number in range(1, 7):
             seen.append(take(me, module, updater, number, 2))
-            if number == 4:
+            if number == 3:
                 dcp_save(updater, me, path)
         restore(path, module, updater, me)
-        seen += [take(me, module, updater, number, 2) for number in range(5, 9)]
-        assert seen[8:] == seen[4:8]
+        seen += [take(me, module, updater, number, 2) for number in range(4, 7)]
+        assert seen[6:] == seen[3:6]
         dtypes = {state["exp_avg"].dtype for state in updater.optimizer.state.values()}
         outcomes.append((seen, bits(module, updater), dtypes))
     exact = build(me, directory, overlap=True, **form)
-    losses = [take(me, *exact, number, 2)[0] for number in range(1, 9)]
+    losses = [take(me, *exact, number, 2)[0] for number in range(1, 7)]
     return (
         outcomes[0][0] == outcomes[1][0],
         same(outcomes[0][1], outcomes[1][1]),
@@ -105,7 +105,7 @@ def _rounded(me, directory, form, root):
 def test_bf16_moments_are_the_same_hidden_or_not(tiny, tmp_path, form):
     for same_numbers, same_bits, dtypes, seen, exact in run_ranks(2, _rounded, tiny, form, tmp_path):
         assert (same_numbers, same_bits, dtypes) == (True, True, {torch.bfloat16})
-        rounded = [loss for loss, _ in seen[:8]]
+        rounded = [loss for loss, _ in seen[:6]]
         assert rounded != exact
         assert rounded == pytest.approx(exact, rel=0.02)
 

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from llama405b.data.batch import Batch
 from ranks_rig import run_program, run_ranks
 
-STEPS, GLOBAL_BATCH, SEQ = 20, 6, 16
+STEPS, GLOBAL_BATCH, SEQ = 10, 6, 16
 
 
 def _batches():

@@ -7,7 +7,7 @@ import torch
 
 from llama405b.data.batch import Batch
 
-BATCH, MICRO, SEQ, VOCABULARY, STEPS = 12, 3, 16, 136, 5
+BATCH, MICRO, SEQ, VOCABULARY, STEPS = 12, 3, 16, 136, 3
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab": VOCABULARY,
 }  # fmt: skip
