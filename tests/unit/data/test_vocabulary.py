@@ -132,3 +132,13 @@ def test_a_vocabulary_grows_to_a_multiple_of_128_where_it_must(model):
     assert check_checkpoint(model, 64, resize=True).vocab == 2048
     assert json.loads(read_small_files(model, resize=True)["config.json"])["vocab_size"] == 2176
     assert json.loads(read_small_files(model)["config.json"])["vocab_size"] == 2048
+
+
+def test_code_that_a_model_brings_for_its_tokenizer_is_never_run(tmp_path):
+    (tmp_path / "tokenization_mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    own_class = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own_class))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 10}))
+    with pytest.raises(UserError, match="cannot read its tokenizer"):
+        read_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
