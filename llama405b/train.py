@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import io
 import os
 import signal
 import sys
@@ -136,6 +137,9 @@ def run_and_exit() -> NoReturn:
     """
     gc.set_threshold(700)  # Python's default (see own_python): garbage that holds GPU memory must be freed soon
     code: object = EXIT_FAILED
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an odd locale must not end a rank either
+            stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = _LossyOutput(sys.stdout), _LossyOutput(sys.stderr)
     try:
         code = main(sys.argv[1:])

@@ -34,14 +34,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"{VERSION} is ready for a release")
         return 0
     tag = f"v{VERSION}"
-    subprocess.run(
-        ["git", "-C", ROOT, "tag", "-a", tag, "-m", f"llama405b {VERSION}", "-m", release_notes(ROOT, VERSION)],
-        check=True,
-    )
     subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", ROOT / "dist", ROOT], check=True)
-    print(
-        f"try it: uv tool install dist/llama405b-{VERSION}-py3-none-any.whl && llama405b --version; then: git push origin main {tag}"
-    )
+    message = f"llama405b {VERSION}\n\n{release_notes(ROOT, VERSION)}\n"
+    tagging = ["git", "-C", ROOT, "tag", "-a", tag, "--cleanup=whitespace", "-F", "-"]  # headings begin with #
+    subprocess.run(tagging, input=message, text=True, check=True)
+    print(f"try it: uv tool install dist/llama405b-{VERSION}-py3-none-any.whl && llama405b --version")
+    print(f"then: git push origin main {tag}")
     return 0
 
 
@@ -60,6 +58,8 @@ def missing_for_release(root: Path, version: str) -> Iterator[str]:
         yield f"CITATION.cff: version is {cited}; write {version}"
     if _git(root, "status", "--porcelain"):
         yield "there are changes that are not committed; commit or stash them"
+    if (subject := _git(root, "log", "-1", "--format=%s")) != f"Release {version}":
+        yield f"the last commit is {subject!r}; commit what makes the release as 'Release {version}'"
     if _git(root, "tag", "--list", f"v{version}"):
         yield f"the tag v{version} exists; raise __version__ in llama405b/__init__.py"
 

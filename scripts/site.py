@@ -10,4 +10,5 @@ def on_config(config: Any) -> Any:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     urls = project.get("urls", {})
     config.repo_url, config.site_url = urls.get("Repository"), urls.get("Documentation", "")
+    config.repo_name = project["name"]
     return config

@@ -11,14 +11,15 @@ from typing import NamedTuple, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from llama405b.contract.errors import pluralize
+from llama405b.contract.errors import pluralize, printable_name
 from llama405b.contract.records import DocumentPreview, SequencePreview, TextPart
 from llama405b.data.batches import Batches
 from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED
 from llama405b.data.sources import document_names_at
 
 N_SHOWN = 3  # sequences of a run that are shown at its start
-MAX_DOCUMENTS, MAX_PART_CHARS = 4, 400  # shown of a sequence, and of a part; the middle of a longer part is left out
+MAX_DOCUMENTS = 4  # shown of a sequence
+FIRST_PARTS, LAST_PARTS, MAX_PART_CHARS = 4, 2, 400  # of a document; the middle of what is longer is left out
 Decode = Callable[[NDArray[np.uint32]], str]
 
 
@@ -44,7 +45,7 @@ def preview_sequences(
     """Yield the sequences at these indices of the order. ``shorten``: only the beginning and end of what is long."""
     limit = MAX_DOCUMENTS if shorten else None
     for index in indices:
-        names = [*document_names_at(batches.mixture, [index])]
+        names = [*map(printable_name, document_names_at(batches.mixture, [index]))]
         window_N = batches.mixture.window(index)[: batches.mixture.n_filled(index)]
         documents = [part_N for part_N in np.split(window_N, np.flatnonzero(window_N & DOCUMENT_START)) if len(part_N)]
         yield SequencePreview(
@@ -65,12 +66,20 @@ def preview_sequences(
 
 def _decode_parts(document_N: NDArray[np.uint32], decode: Decode, *, shorten: bool) -> Iterator[TextPart]:
     """Yield the text in parts that are trained on or not; control characters become dots."""
-    for is_trained, group in itertools.groupby(document_N, lambda token: not token & NOT_TRAINED):
-        text = decode(np.array(list(group)) & ~MARKS)
-        if shorten and len(text) > MAX_PART_CHARS:
-            n_left_out, half = len(text) - MAX_PART_CHARS, MAX_PART_CHARS // 2
-            text = f"{text[:half]} [… {n_left_out:,} characters …] {text[-half:]}"
-        yield TextPart("".join(c if c.isprintable() or c in "\n\t" else "·" for c in text), bool(is_trained))
+    parts = [(t, [*group]) for t, group in itertools.groupby(document_N, lambda token: not token & NOT_TRAINED)]
+    n_left_out = len(parts) - FIRST_PARTS - LAST_PARTS if shorten else 0
+    for number, (is_trained, tokens) in enumerate(parts):
+        if number == FIRST_PARTS and n_left_out > 0:
+            yield TextPart(f" [… {n_left_out:,} parts …] ", is_trained=False)
+        if not FIRST_PARTS <= number < FIRST_PARTS + n_left_out:
+            text = decode(np.array(tokens) & ~MARKS)
+            text = _without_middle(text) if shorten else text
+            yield TextPart("".join(c if c.isprintable() or c in "\n\t" else "·" for c in text), bool(is_trained))
+
+
+def _without_middle(text: str) -> str:
+    n_left_out, half = len(text) - MAX_PART_CHARS, MAX_PART_CHARS // 2
+    return f"{text[:half]} [… {n_left_out:,} characters …] {text[-half:]}" if n_left_out > 0 else text
 
 
 def format_preview(preview: SequencePreview, n_sequences: int, marks: Marks = BRACKETS) -> Iterator[str]:

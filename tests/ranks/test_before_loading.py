@@ -1,8 +1,10 @@
 """What is known before weights are loaded is said then; and where nothing is left to do, that."""
 
+import io
 import json
 import re
 import shutil
+import sys
 import types
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +18,7 @@ from llama405b.spec.models import parse_end_ids
 from llama405b.training.evaluate import Prompts
 from llama405b_tools.verbs import data
 from ops_rig import settings, train
+from ranks_rig import run_program
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_weights_are_loaded(demo, corpus, tmp_path):
@@ -65,6 +68,22 @@ def test_the_first_sequences_are_in_the_log_and_the_run_as_data_show_prints_them
     (tmp_path / "runs/run/sequences.jsonl").unlink()  # as in a run that starts from another one's checkpoint
     resumed = train(tmp_path, "run", *more, "--resume", "auto")
     assert f"{QUOTE_PREFIX}sequence 33 of " in resumed.stdout
+
+
+def in_latin_1():
+    """Be the trainer, under a locale that lacks what is printed."""
+    from llama405b.train import run_and_exit
+
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="latin-1")
+    run_and_exit()
+
+
+def test_a_locale_without_a_sign_ends_no_run(demo, corpus, tmp_path):
+    (tmp_path / "runs/r").mkdir(parents=True)
+    argv = [*settings(demo, corpus, steps=1), "--run-dir", "runs/r"]
+    done = run_program("test_before_loading:in_latin_1", *argv, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"{QUOTE_PREFIX}\\u2501" in done.stdout
 
 
 def test_a_run_keeps_the_date_that_its_chat_template_was_given_first(demo, tmp_path):

@@ -14,7 +14,9 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub.constants
 
@@ -105,6 +107,9 @@ def free_port():
 def fork_server():
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*OF_RANKS, *OF_TESTS, *(module for module, _ in VERBS.values())])
+    places = os.pathsep.join(filter(None, sys.path))  # Python 3.11 sets the path after it has imported these
+    with mock.patch.dict(os.environ, PYTHONPATH=places):
+        forkserver.ensure_running()
     return context
 
 
@@ -136,6 +141,7 @@ def _program(rank, world, port, environment, cwd, output, program, argv):
 
 def _rank(rank, world, port, scratch, environment, target, args):
     gc.freeze()
+    os.environ.clear()
     os.environ.update(environment | _place(rank, world, port), GLOO_SOCKET_IFNAME="lo", LLAMA405B_HOST=f"host-{rank}")
     import torch
 

@@ -27,7 +27,7 @@ def test_a_release_is_refused_until_all_of_it_is_there(tmp_path):
     for name in ("pyproject.toml", "README.md", "CITATION.cff"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "CHANGELOG.md").write_text(
-        "# Changelog\n\n## [1.2.3] - Unreleased\n\n- news\n\n## [0.2.0] - 2026-11-24\n\n- old\n"
+        "# Changelog\n\n## [1.2.3] - Unreleased\n\n### Added\n\n- news\n\n## [0.2.0] - 2026-11-24\n\n- old\n"
     )
 
     def git(*words):
@@ -42,12 +42,10 @@ def test_a_release_is_refused_until_all_of_it_is_there(tmp_path):
         return [line.partition(":")[0] for line in release.missing_for_release(tmp_path, "1.2.3")]
 
     git("init", "-q")
-    lacks = [
-        "pyproject.toml",
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "there are changes that are not committed; commit or stash them",
-    ]
+    git("commit", "-qm", "begin", "--allow-empty")
+    lacks = ["pyproject.toml", "CHANGELOG.md", "CITATION.cff"]
+    lacks += ["there are changes that are not committed; commit or stash them"]
+    lacks += ["the last commit is 'begin'; commit what makes the release as 'Release 1.2.3'"]
     assert edit("pyproject.toml", "no change", "") == lacks
     url = "https://example.org/x"
     lacks[0] = "README.md"
@@ -58,7 +56,7 @@ def test_a_release_is_refused_until_all_of_it_is_there(tmp_path):
     git("add", "-A")
     git("commit", "-qm", "Release 1.2.3")
     assert list(release.missing_for_release(tmp_path, "1.2.3")) == []
-    assert release.release_notes(tmp_path, "1.2.3") == "- news"
+    assert release.release_notes(tmp_path, "1.2.3") == "### Added\n\n- news"
     git("tag", "v1.2.3")
     assert edit("README.md", "no change", "") == ["the tag v1.2.3 exists; raise __version__ in llama405b/__init__.py"]
 

@@ -118,6 +118,13 @@ def test_what_is_asked_at_3_am_loads_little(verb):
 
 @pytest.mark.slow
 def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
+    (tree / ".gitignore").write_text("*private.md\n")
+    (tree / "docs/private.md").touch()
+    git = ["git", "-C", tree, "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all of it"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+    commit = head.stdout.strip()
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, tree], check=True, timeout=300
     )
@@ -156,13 +163,15 @@ def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     assert re.search(r"SIMULATED +llama-405b .*GPU 64/64", shown.stdout)
 
     copied = [tmp_path / "venv/bin/python", "-c", COPY_SOURCE, tmp_path / "source"]
+    assert not [name for name in names if name.endswith("private.md")]  # git ignores it
     subprocess.run(copied, cwd=tmp_path, env={}, timeout=60, check=True)
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "docs/proof.md", "tools/wheel_files.py"):
         assert (tmp_path / "source" / name).read_bytes() == (tree / name).read_bytes(), name
     assert code_digest(tmp_path / "source") == code_digest(tree)
     ran = [tmp_path / "venv/bin/llama405b", "--version"]
     said = subprocess.run(ran, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert said.strip() == f"llama405b {code_version()}"
+    assert said.strip() == f"llama405b {code_version()} ({commit})"
+    assert not (tmp_path / "source/COMMIT").exists()
     [page] = tmp_path.glob("venv/lib/*/site-packages/llama405b_tools/source/docs/cluster-top-json.md")
     ran = [tmp_path / "venv/bin/cluster-top", "--help"]
     said = subprocess.run(ran, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60, check=True).stdout

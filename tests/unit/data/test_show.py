@@ -10,7 +10,7 @@ import pytest
 import llama405b.commands.data
 from llama405b.contract.errors import UserError
 from llama405b.data.batches import Batches
-from llama405b.data.encode import DOCUMENT_START
+from llama405b.data.encode import DOCUMENT_START, NOT_TRAINED
 from llama405b.data.preview import format_preview, preview_sequences
 from llama405b.data.sources import Mixture, Source
 from llama405b_tools.verbs import data
@@ -73,6 +73,21 @@ def test_a_run_s_log_has_the_ends_of_long_texts_and_the_first_documents():
     text = "".join(f"{i:04}" for i in range(200))
     assert lines(shorten=True)[2] == f"⟦{text[:200]} [… 400 characters …] {text[-200:]}⟧"
     assert lines(shorten=True)[-1].endswith("(and 6 more documents)")
+
+
+def test_of_a_long_conversation_the_log_has_the_first_and_last_turns():
+    turns_N = np.arange(500, dtype=np.uint32) | np.where(np.arange(500) // 10 % 2, 0, NOT_TRAINED).astype(np.uint32)
+    batches = Batches(Mixture((Source(turns_N, seq_len=499),), seed=0, counts=(1,)))
+    [preview] = preview_sequences(batches, [0], lambda ids_N: f"{ids_N[0]};")
+    [document] = preview.documents
+    assert [part.text for part in document.parts] == ["0;", "10;", "20;", "30;", " [… 44 parts …] ", "480;", "490;"]
+    assert [part.is_trained for part in document.parts] == [False, True, False, True, False, False, True]
+
+
+def test_a_file_s_name_breaks_no_line_and_needs_no_utf_8(show, tmp_path):
+    (tmp_path / "a\nstep 9\udce9.txt").write_text("some text " * 200)
+    text = show("--data.paths", "*.txt", "--data.seq_len", "64", "--sequences", "1")
+    assert re.search(r"^sequence 1 of .* targets \(a\\nstep 9\\xe9\.txt 1\)$", text, re.MULTILINE)
 
 
 def test_tokens_are_made_for_sequences_that_a_run_would_refuse_and_that_is_said(demo, tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from llama405b.contract.software import INSTALLED_SOURCE, ROOT
 from llama405b_tools.deliver import push, setup_plan
 from llama405b_tools.deliver.chain import Origin, StepProgress
 from llama405b_tools.deliver.setup_plan import FACTS_SCRIPT, SetupOptions
-from llama405b_tools.deliver.source_tree import SourceTree, describe_tree, push_tree
+from llama405b_tools.deliver.source_tree import MANIFEST, SourceTree, describe_tree, push_tree
 from llama405b_tools.hosts.fleet import WORKDIR, Fleet, Installation, run_streaming
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream, failure_texts, replies, shell_path
 from llama405b_tools.text.words import fold_names
@@ -38,18 +39,19 @@ def project_root(scratch: Path) -> Path:
         UserError: There is none: the program was installed from a wheel of an earlier version.
     """
     for root in (ROOT, Path.cwd()):
-        if all((root / name).is_file() for name in ("pyproject.toml", "constraints.txt", "llama405b/__init__.py")):
+        names = ("pyproject.toml", "constraints.txt", "llama405b/__init__.py")
+        is_copy = root != ROOT and (root / MANIFEST).exists()  # that an earlier setup made, perhaps of another version
+        if all((root / name).is_file() for name in names) and not is_copy:
             return root
     if not INSTALLED_SOURCE.is_dir():
         raise UserError(
             "setup: this directory is not a checkout of the project, which setup copies to the hosts; run setup in one"
         )
-    without_compiled = shutil.ignore_patterns("__pycache__", INSTALLED_SOURCE.name)
-    shutil.copytree(
-        INSTALLED_SOURCE, scratch, dirs_exist_ok=True, ignore=shutil.ignore_patterns("COMMIT", "__pycache__")
-    )
+    ignored = shutil.ignore_patterns("__pycache__", INSTALLED_SOURCE.name, "COMMIT")
     for name, folder in (("llama405b", "."), ("llama405b_tools", "tools")):
-        shutil.copytree(ROOT / name, scratch / folder / name, ignore=without_compiled)
+        shutil.copytree(ROOT / name, scratch / folder / name, ignore=ignored)
+    # Last: where it is read-only, so is the copy.
+    shutil.copytree(INSTALLED_SOURCE, scratch, dirs_exist_ok=True, ignore=ignored)
     return scratch
 
 
@@ -116,15 +118,27 @@ class Installer:
         """Inspect the host, and make its directory equal to the checkout."""
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
         self.facts[name] = self._read_facts(name, connection)
-        here = (
-            self.tree.root if self.tree.root == ROOT else Path.cwd()
-        )  # later verbs look for a local host's in this directory
-        workdir = host.workdir or (str(here) if isinstance(connection, Local) else WORKDIR)
+        workdir = host.workdir or (str(self._local_workdir()) if isinstance(connection, Local) else WORKDIR)
         summary = push_tree(connection, self.tree, workdir)
         self.progress.say(name, f"code in {workdir}: {summary}")
         python = self.options.python or "python3"
         self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.options.module)
         return True
+
+    def _local_workdir(self) -> Path:
+        """Return the directory for this machine: the checkout, else this one, where later verbs look for it.
+
+        Raises:
+            HostError: Files of this directory would be overwritten.
+        """
+        if self.tree.root == ROOT:
+            return ROOT
+        here, taken = Path.cwd(), list[str]()
+        if self.tree.root != here and not (here / MANIFEST).exists():
+            taken = [name for name in self.tree.entries if os.path.lexists(here / name)]
+        if taken:
+            raise HostError(f"{here}/{taken[0]} would be overwritten; run setup in an empty directory, or set workdir=")
+        return here
 
     def _read_facts(self, name: str, connection: Connection) -> dict[str, str]:
         arguments_line = fmt_if("set -- {}\n", self.options.python and shlex.quote(self.options.python))

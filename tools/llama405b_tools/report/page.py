@@ -605,7 +605,7 @@ def _sequences_section(sequences: Sequence[SequencePreview]) -> Iterator[str]:
     """Yield the first sequences of the run, with what is trained on marked."""
     if not sequences:
         return
-    yield "<h2>First sequences</h2><p>What is trained on is <mark>marked</mark>; the middle of long texts is left out.</p>"
+    yield "<h2>First sequences</h2><p>What is trained on is <mark>marked</mark>; long texts and further documents are left out.</p>"
     for sequence in sequences:
         yield f"<details><summary>sequence {sequence.index + 1}: {html.escape(sequence.summary)}</summary>"
         for document in sequence.documents:

@@ -16,6 +16,7 @@ from llama405b.settings.command import OneLineParser
 from llama405b_tools.deliver import source_tree
 from llama405b_tools.deliver.install import Installer, make_wheelhouse, project_root
 from llama405b_tools.deliver.setup_plan import SetupOptions
+from llama405b_tools.deliver.source_tree import SourceTree
 from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name, write_installations
 from llama405b_tools.text.figures import format_columns
 from llama405b_tools.verbs.arguments import add_hosts, resolve_hosts
@@ -48,18 +49,19 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse(argv)
     with tempfile.TemporaryDirectory(prefix="llama405b-source-") as scratch:
-        return _set_up(args, project_root(Path(scratch)))
+        root = project_root(Path(scratch))
+        is_checkout = root != Path(scratch)  # which may be in a repository, too, but is none
+        return _set_up(args, (is_checkout and source_tree.git_tree(root)) or source_tree.plain_tree(root))
 
 
-def _set_up(args: argparse.Namespace, root: Path) -> int:
+def _set_up(args: argparse.Namespace, tree: SourceTree) -> int:
     """Set up the hosts from a source tree; return the exit code."""
-    tree = source_tree.git_tree(root) or source_tree.plain_tree(root)
     for note in tree.notes:
         print(note, flush=True)
     options = SetupOptions(args.python, args.conda, args.module, args.container, torch_index=args.torch_index)
     hosts = resolve_hosts(args.hosts)
     local_platform = f"{'.'.join(platform.python_version_tuple()[:2])} {platform.machine()}"
-    wheels = make_wheelhouse(root) if args.offline and not args.container else None
+    wheels = make_wheelhouse(tree.root) if args.offline and not args.container else None
     with Fleet(hosts) as fleet:
         installer = Installer(fleet, tree, options, local_platform)
         try:
