@@ -1,6 +1,7 @@
 import collections
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ ONE_THREAD = ("--env", "OMP_NUM_THREADS=1")  # for launch: a host of a test woul
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 import hosts_rig  # noqa: E402 - it asks this module for ROOT
+
+
+# Where tests run in the background of a script, Ctrl-C is ignored, and their programs would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
