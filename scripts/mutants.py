@@ -286,7 +286,7 @@ def run_to_failure(copy: Path, tests: list[str]) -> str:
         RuntimeError: Which one failed cannot be told.
     """
     (copy / "chosen").write_text("\n".join(tests))
-    workers = "2" if len(tests) > 20 else "0"
+    workers = "2" if len(tests) > 20 or sum("::" not in test for test in tests) > 2 else "0"  # files are many tests
     options = f"-m pytest -x -q -p no:cacheprovider --timeout {TEST_LIMIT_S} -n {workers} @chosen".split()
     command, environment = [copy / ".venv/bin/python", *options], os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)

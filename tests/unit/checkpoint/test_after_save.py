@@ -130,6 +130,26 @@ def test_the_end_waits_for_it_and_gives_up_after_three_failures(run):
     assert failing.describe_pending() == "runs/r/checkpoints/step-00000004 on a (exit code 3)"
 
 
+def test_later_tries_wait_longer_until_training_is_over(run, monkeypatch):
+    monkeypatch.setattr(replication, "RETRY_S", (1.0, 2.0, 3.0))
+    found, waits = AfterSave("exit 3", run, "a", lambda _: None, 600), []
+    wait = found.wake_up.wait
+
+    def wait_less(timeout):
+        waits.append(timeout)
+        return wait(0.01)
+
+    monkeypatch.setattr(found.wake_up, "wait", wait_less)
+    found.begin({checkpoint(run, 2): "d2"})
+    wait_for(lambda: len(waits) >= 5)
+    found.retry_now()
+    n_before = len(waits) + 1  # one may have begun meanwhile
+    wait_for(lambda: not found.has_work)
+    found.close()
+    assert waits[:5] == [1.0, 2.0, 3.0, 3.0, 3.0]
+    assert set(waits[n_before:]) == {1.0}
+
+
 def test_a_command_that_hangs_is_told_once_others_wait_for_it_and_is_ended_at_its_limit(run, monkeypatch):
     monkeypatch.setattr(replication, "JOIN_TIMEOUT_S", 0.3)
     found, said = started(run, f"test -e go || sleep 600; {NOTE}", 2)
