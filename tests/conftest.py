@@ -15,7 +15,6 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 import hosts_rig  # noqa: E402 - it asks this module for ROOT
 
-
 # Where tests run in the background of a script, Ctrl-C is ignored, and their programs would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
