@@ -119,7 +119,7 @@ def test_what_is_asked_at_3_am_loads_little(verb):
 @pytest.mark.slow
 def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     (tree / ".gitignore").write_text("*private.md\n")
-    (tree / "docs/private.md").touch()
+    (tree / "docs" / "private.md").touch()
     git = ["git", "-C", tree, "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all of it"]):
         subprocess.run([*git, *words], check=True)
