@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ranks_rig import run_program
+import hosts_rig
+from ranks_rig import ROOT, run_program
 
 HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"
 ONE_HOST = HOSTS.splitlines()[0]  # for what two ranks would not show better: each takes seconds to import torch
 ONE_THREAD = ("--env", "OMP_NUM_THREADS=1")  # for launch: a host of a test would take all cores for its ranks' own
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
-import hosts_rig  # noqa: E402 - it asks this module for ROOT
+TESTS = ROOT / "tests"
 
 # Where tests run in the background of a script, Ctrl-C is ignored, and their programs would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

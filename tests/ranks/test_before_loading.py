@@ -57,7 +57,7 @@ def test_the_first_sequences_are_in_the_log_and_the_run_as_data_show_prints_them
     assert len([line for line in shown if re.match(r"sequence [123] of \d+: ", line)]) == 3
     assert re.search(r"Say \d+: ⟦Traceback", "\n".join(shown))
     previews = read_records(SequencePreview, tmp_path / "runs/run/sequences.jsonl", UNLIMITED)
-    assert [preview.summary in line for preview, line in zip(previews, shown[:1], strict=False)] == [True]
+    assert previews[0].summary in shown[0]
     assert [preview.index for preview in previews] == [0, 1, 2]
     more = [*common[:-4], "--training.max_steps", 8, *common[-2:]]
     resumed = train(

@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import ROOT
 from hosts_rig import NET, Hosts
 from ops_rig import freeze, heartbeat, metrics, own_disk, wait_for
+from ranks_rig import ROOT
 
 HOSTS = "node-a address=localhost slots=2\nnode-b address=localhost slots=2\n"
 INJECT = Path(__file__).parent / "inject"

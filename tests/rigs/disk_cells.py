@@ -12,9 +12,9 @@ from pathlib import Path
 
 from odd_disk import ODDS, REAL, odd_disk, real_disk
 
-from conftest import ROOT
 from llama405b.contract.files import read_record
 from llama405b.contract.records import Heartbeat
+from ranks_rig import ROOT
 
 USES = (
     "working directory", "checkpoints, shared", "checkpoints, local", "after_save", "export", "data", "weights", "cache",

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
 from ops_rig import wait_for
+from ranks_rig import ROOT
 
 KEY = os.getpid() % 250  # of this process: two can have hosts at once, and what a killed one left is in nobody's way
 NET = f"10.213.{KEY}"

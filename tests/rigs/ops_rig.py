@@ -10,8 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from conftest import ROOT
-from ranks_rig import run_program
+from ranks_rig import ROOT, run_program
 
 COUNT = itertools.count()
 FAKE_TRAINER = (

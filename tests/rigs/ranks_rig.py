@@ -22,6 +22,7 @@ import huggingface_hub.constants
 
 from llama405b_tools.cli import VERBS
 
+ROOT = Path(__file__).parents[2]
 OF_RANKS = ("transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "torch.optim")
 OF_TESTS = ("pytest", "conftest", "mesh_rig", "update_rig")  # which the module of a rank's function imports
 

@@ -15,8 +15,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from conftest import ROOT
-from ranks_rig import fork_server, run_program
+from ranks_rig import ROOT, fork_server, run_program
 
 FOUND = ("touched", "changed", "race")
 FLAGS = (
