@@ -49,17 +49,17 @@ def missing_for_release(root: Path, version: str) -> Iterator[str]:
     if not urls.get("Repository"):
         yield "pyproject.toml: [project.urls] has no Repository; write the address of the project there"
     elif urls["Repository"] not in (root / "README.md").read_text():
-        yield f"README.md: nobody finds {urls['Repository']} there; name it where it says how to get the project"
+        yield f"README.md: {urls['Repository']} is missing; name it where the page says how to get the project"
     if not re.search(
         rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (root / "CHANGELOG.md").read_text(), re.MULTILINE
     ):
-        yield f"CHANGELOG.md: no section `## [{version}] - YYYY-MM-DD`; give it its date"
+        yield f"CHANGELOG.md: no section `## [{version}] - YYYY-MM-DD`; set its date"
     if (cited := yaml.safe_load((root / "CITATION.cff").read_text())["version"]) != version:
         yield f"CITATION.cff: version is {cited}; write {version}"
     if _git(root, "status", "--porcelain"):
         yield "there are changes that are not committed; commit or stash them"
     if (subject := _git(root, "log", "-1", "--format=%s")) != f"Release {version}":
-        yield f"the last commit is {subject!r}; commit what makes the release as 'Release {version}'"
+        yield f"the last commit is {subject!r}; commit the release as 'Release {version}'"
     if _git(root, "tag", "--list", f"v{version}"):
         yield f"the tag v{version} exists; raise __version__ in llama405b/__init__.py"
 

@@ -46,14 +46,17 @@ def preview_sequences(
     limit = MAX_DOCUMENTS if shorten else None
     for index in indices:
         names = [*map(printable_name, document_names_at(batches.mixture, [index]))]
-        window_N = batches.mixture.window(index)[: batches.mixture.n_filled(index)]
-        documents = [part_N for part_N in np.split(window_N, np.flatnonzero(window_N & DOCUMENT_START)) if len(part_N)]
+        if shorten and len(names) > MAX_DOCUMENTS:
+            names[MAX_DOCUMENTS:] = ["…"]
+        window_N, n_tokens = batches.mixture.window(index), batches.mixture.n_filled(index)
+        tokens_N = window_N[:n_tokens]
+        documents = [part_N for part_N in np.split(tokens_N, np.flatnonzero(tokens_N & DOCUMENT_START)) if len(part_N)]
         yield SequencePreview(
             index=index,
-            n_tokens=len(window_N),
-            n_targets=int((batches.read([index]).targets_BS >= 0).sum()),
+            n_tokens=n_tokens,
+            n_targets=int((batches.make_batch(window_N[None]).targets_BS >= 0).sum()),
             n_documents=len(documents),
-            names=(*names[:limit], *["…"][: len(names) - len(names[:limit])]),
+            names=tuple(names),
             documents=tuple(
                 DocumentPreview(
                     is_continued=not document_N[0] & DOCUMENT_START,

@@ -45,7 +45,7 @@ def test_a_release_is_refused_until_all_of_it_is_there(tmp_path):
     git("commit", "-qm", "begin", "--allow-empty")
     lacks = ["pyproject.toml", "CHANGELOG.md", "CITATION.cff"]
     lacks += ["there are changes that are not committed; commit or stash them"]
-    lacks += ["the last commit is 'begin'; commit what makes the release as 'Release 1.2.3'"]
+    lacks += ["the last commit is 'begin'; commit the release as 'Release 1.2.3'"]
     assert edit("pyproject.toml", "no change", "") == lacks
     url = "https://example.org/x"
     lacks[0] = "README.md"

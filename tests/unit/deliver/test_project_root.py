@@ -38,6 +38,8 @@ def test_what_an_earlier_setup_has_copied_is_no_checkout(installed_elsewhere, mo
     Path(install.MANIFEST).touch()
     with pytest.raises(UserError, match="not a checkout of the project"):
         install.project_root(tmp_path / "source")
+    Path(".git").touch()  # a clone, to which somebody pushed
+    assert install.project_root(tmp_path / "source") == tmp_path / "here"
 
 
 def test_files_of_this_directory_are_not_overwritten(installed_elsewhere, monkeypatch, tmp_path):

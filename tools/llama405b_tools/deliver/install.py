@@ -40,7 +40,8 @@ def project_root(scratch: Path) -> Path:
     """
     for root in (ROOT, Path.cwd()):
         names = ("pyproject.toml", "constraints.txt", "llama405b/__init__.py")
-        is_copy = root != ROOT and (root / MANIFEST).exists()  # that an earlier setup made, perhaps of another version
+        # What an earlier setup copied here, perhaps of another version, is no checkout; a clone that was pushed to is one.
+        is_copy = root != ROOT and (root / MANIFEST).exists() and not (root / ".git").exists()
         if all((root / name).is_file() for name in names) and not is_copy:
             return root
     if not INSTALLED_SOURCE.is_dir():
@@ -137,7 +138,9 @@ class Installer:
         if self.tree.root != here and not (here / MANIFEST).exists():
             taken = [name for name in self.tree.entries if os.path.lexists(here / name)]
         if taken:
-            raise HostError(f"{here}/{taken[0]} would be overwritten; run setup in an empty directory, or set workdir=")
+            raise HostError(
+                f"{here}/{taken[0]} would be overwritten; run setup in an empty directory, or set workdir= in the hosts file"
+            )
         return here
 
     def _read_facts(self, name: str, connection: Connection) -> dict[str, str]:

@@ -3,13 +3,12 @@
 import contextlib
 import importlib.metadata
 import subprocess
-from collections.abc import Sequence
 
 from llama405b.contract.errors import fmt_if
 from llama405b.contract.software import INSTALLED_SOURCE, ROOT, code_version
 
 
-def main(_argv: Sequence[str] = ()) -> int:
+def main() -> int:
     """Print them, and the project's addresses if it has any."""
     print(f"llama405b {code_version()}{fmt_if(' ({})', commit())}")
     for address in _addresses():
