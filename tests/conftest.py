@@ -44,6 +44,15 @@ def _state_home(tmp_path_factory):
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
+@pytest.fixture(autouse=True)
+def _same_umask():
+    """Verbs that run within a test make the files of this process private: those of a later test's hosts are for their users."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     from tiny_models import write_llama
