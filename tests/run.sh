@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up everything, then run the tests.
 #   bash tests/run.sh [PYTEST ARGS]    unit tests, and those with real ranks
-#   bash tests/run.sh quick            only the unit tests that are not slow, in about four minutes on two cores
+#   bash tests/run.sh quick            only the unit tests that are not slow, in about a minute on two cores
 #   bash tests/run.sh --all            also those on real hosts (root, sshd, namespaces, Slurm) and on the stand-in; what CI runs; writes durations.xml
 #   bash tests/run.sh --standin        only those with torch's CUDA build on a stand-in for CUDA, which needs no GPU
 #   bash tests/run.sh --newest         unit and step tests with the newest torch and transformers, in .venv-newest; never in CI
@@ -31,7 +31,7 @@ need_venv train,dev || exit 2
 if [ "${1:-}" = quick ]; then
     shift
     export OMP_NUM_THREADS=1 # there is a process for each core
-    exec .venv/bin/python -m pytest -q -n auto --dist worksteal -m "unit and not slow" tests/unit "$@"
+    exec .venv/bin/python -m pytest -q -n auto --dist worksteal -m "unit and not slow and not soak" tests/unit "$@"
 fi
 long="not soak"
 on_standin() { # on_standin [PYTEST ARGS]

@@ -63,8 +63,8 @@ def _measured(me, directory, form, place, accumulation):
         ("none", "layers", 1),
         ("optimizer", "layers", 2),
         ("all", "layers", 1),
-        ("units within layers", "layers", 1),
-        ("embedding in the root", "layers", 1),
+        pytest.param("units within layers", "layers", 1, marks=pytest.mark.soak),
+        pytest.param("embedding in the root", "layers", 1, marks=pytest.mark.soak),
         ("none", "head", 2),  # in the backward, the others wait where they gather the last layer again
         ("none", "embedding", 2),  # and where FSDP2 ends it
     ],

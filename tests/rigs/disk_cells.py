@@ -2,11 +2,8 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +11,7 @@ from odd_disk import ODDS, REAL, odd_disk, real_disk
 
 from llama405b.contract.files import read_record
 from llama405b.contract.records import Heartbeat
-from ranks_rig import ROOT
+from ranks_rig import ROOT, run_program
 
 USES = (
     "working directory", "checkpoints, shared", "checkpoints, local", "after_save", "export", "data", "weights", "cache",
@@ -37,7 +34,7 @@ class Outcome:
 
 
 class Cell:
-    """A run of two hosts on this machine, each with a directory of its own where checkpoints are local."""
+    """A run on this machine; of two hosts, each with a directory of its own, where checkpoints are local."""
 
     def __init__(self, use, odd, place, demo, corpus):
         self.use, self.odd, self.place = use, odd, place
@@ -46,6 +43,7 @@ class Cell:
         self.out = (self.disk if use == "export" else place) / "out"
         self.copies = (self.disk if use == "after_save" else place) / "copies"
         self.demo, self.corpus = demo, corpus
+        self.hosts = "ab" if use == "checkpoints, local" else "a"
         self.outcomes = []
 
     def run(self):
@@ -55,7 +53,7 @@ class Cell:
             for directory in (self.work, self.copies):
                 directory.mkdir()
             self.demo, self.corpus = self._brought(self.demo, "weights"), self._brought(self.corpus, "data")
-            (self.work / "hosts").write_text("\n".join(map(self._host, "ab")))
+            (self.work / "hosts").write_text("\n".join(map(self._host, self.hosts)))
             become(*early)
             try:
                 self._phases(early, become)
@@ -126,16 +124,13 @@ class Cell:
         return done.returncode == 0
 
     def _cli(self, *words):
-        command = [sys.executable, "-P", "-m", "llama405b_tools.cli", *map(str, words)]
-        env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            command, cwd=self.work, env=env, capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
+        env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "OMP_NUM_THREADS": "1"}
+        return run_program("llama405b_tools.cli:main", *words, cwd=self.work, env=env, timeout_s=240)
 
     def _runs(self):
         return [
             path
-            for path in (self.work / "runs" / "r", *(self.disk / name / "runs" / "r" for name in "ab"))
+            for path in (self.work / "runs" / "r", *(self.disk / name / "runs" / "r" for name in self.hosts))
             if path.exists()
         ]
 

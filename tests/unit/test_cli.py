@@ -71,6 +71,7 @@ def without_torch(*words):
     return subprocess.run([sys.executable, "-c", NO_TORCH, *words], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -90,6 +91,7 @@ def test_help_needs_none_of_the_trainers_packages(words):
     assert f"usage: llama405b {' '.join(words)}" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -31,6 +31,7 @@ def complete(tmp_path):
     return ask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "found"),
     [

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import llama405b
 import llama405b_tools
 
@@ -42,6 +44,7 @@ def check():
     print(len(known), "arrived")
 
 
+@pytest.mark.slow
 def test_an_error_arrives_as_what_it_was():
     # Apart, since other tests take modules away that this one imports.
     line = [sys.executable, "-c", f"import {Path(__file__).stem} as own; own.check()"]

@@ -10,6 +10,7 @@ from conftest import HOSTS, ROOT
 SCRIPT = ROOT / "scripts/first_night.sh"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -155,6 +155,7 @@ def test_what_pip_installed_must_be_importable(venv, tmp_path):
     assert not (tmp_path / ".venv/.set-up").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "code", "left"),
     [("exit 0", 0, ""), ("exit 1", 2, "Collecting torch\r\nDownloading\r\npip could not install the packages;")],

@@ -135,6 +135,7 @@ def test_a_host_passes_on_what_the_next_one_lacks(big, tmp_path, first, second):
     assert all((tmp_path / name / "big").read_bytes() == content for name in ("one", "two"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "each", "chunks"),
     [

@@ -100,6 +100,7 @@ def test_raw_has_every_byte_once_and_in_order(seed, logs_of):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_text_has_every_line_once_and_in_order_or_says_what_is_left_out(seed, logs_of):
     make, path = logs_of

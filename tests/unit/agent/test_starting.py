@@ -120,6 +120,7 @@ def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, m
     os.close(held)
 
 
+@pytest.mark.slow
 def test_of_two_launches_under_two_names_of_a_host_one_is_refused_at_whatever_moment(work, monkeypatch):
     met = threading.Barrier(2)
 

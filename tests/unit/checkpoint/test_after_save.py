@@ -150,6 +150,7 @@ def test_later_tries_wait_longer_until_training_is_over(run, monkeypatch):
     assert set(waits[n_before:]) == {1.0}
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_told_once_others_wait_for_it_and_is_ended_at_its_limit(run, monkeypatch):
     monkeypatch.setattr(replication, "JOIN_TIMEOUT_S", 0.3)
     found, said = started(run, f"test -e go || sleep 600; {NOTE}", 2)

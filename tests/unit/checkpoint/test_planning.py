@@ -133,6 +133,7 @@ def test_the_second_save_of_64_ranks_makes_no_plan_and_is_whole(cluster):
     check(second, 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [{"rows": 5}, {"own": (63,)}])
 def test_a_state_that_changed_is_planned_anew_and_then_kept(cluster, what):
     for name, planned, more in (("a", 1, {}), ("b", 1, what), ("c", 0, what), ("d", 1, {})):
@@ -141,6 +142,7 @@ def test_a_state_that_changed_is_planned_anew_and_then_kept(cluster, what):
         check(path, 3.0, **more)
 
 
+@pytest.mark.slow
 def test_a_save_that_failed_leaves_no_plan(cluster, monkeypatch):
     def full(*_, **__):
         raise saving.dcp.api.CheckpointException("write", {7: (OSError(errno.ENOSPC, "No space left on device"), [])})

@@ -297,6 +297,7 @@ def test_the_date_of_a_template_is_that_of_the_run(demo, tmp_path):
         ChatTemplate(tokenizer, Data(template_date="2024-02-29"))
 
 
+@pytest.mark.slow
 def test_tokens_that_were_made_another_day_keep_their_date(demo, tmp_path):
     model = model_with(demo, tmp_path / "m", "llama-3.2")
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [turn("user", "a"), turn("assistant", "b")]}))

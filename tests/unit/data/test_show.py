@@ -90,6 +90,7 @@ def test_a_file_s_name_breaks_no_line_and_needs_no_utf_8(show, tmp_path):
     assert re.search(r"^sequence 1 of .* targets \(a\\nstep 9\\xe9\.txt 1\)$", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_tokens_are_made_for_sequences_that_a_run_would_refuse_and_that_is_said(demo, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some text " * 2000)
@@ -174,6 +175,7 @@ def test_fields_that_are_not_read_and_conversations_without_an_answer_are_said(s
     assert f"{proof} a model\n" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("records", "learn", "says"),
     [

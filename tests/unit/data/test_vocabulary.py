@@ -65,6 +65,7 @@ DIGITS = {  # as SmolLM's: each digit is a token of its own
 LETTERS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "olmo2"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_ids_are_those_of_tokenizer_json_whatever_the_class(model, family, name):

@@ -43,6 +43,7 @@ def is_sent(link, there):
     return any(name == link or name.startswith(link + b"/") for name in there)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_code_is_there_as_rsync_copies_it(seed, tmp_path):
     made = RandomTree(seed, tmp_path / "here", git=True)
@@ -111,6 +112,7 @@ def _mend_links(root):
             path.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_data_is_there_as_rsync_copies_it_through_links(seed, tmp_path):
     made = RandomTree(seed, tmp_path / "here", git=False)

@@ -216,6 +216,7 @@ def test_a_change_of_the_execute_bit_alone_is_sent(tree, tmp_path):
     assert not (there / "run.sh").stat().st_mode & 0o111
 
 
+@pytest.mark.slow
 def test_what_changes_while_it_is_sent_is_said(tree, tmp_path):
     root, names = tree
     described = describe_tree(root, names)

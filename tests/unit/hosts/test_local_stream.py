@@ -40,6 +40,7 @@ def test_one_that_ends_with_its_input_is_not_killed():
     assert stream.child.returncode == 0
 
 
+@pytest.mark.slow
 def test_one_whose_input_was_ended_may_finish(impatient):
     stream = Local().stream("cat; sleep 1.5; echo has finished", "")
     stream.end_input()

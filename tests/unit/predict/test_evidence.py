@@ -64,6 +64,7 @@ def line(out, begins):
     return next(each for each in out.splitlines() if each.startswith(begins))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

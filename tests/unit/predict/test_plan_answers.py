@@ -11,6 +11,7 @@ from llama405b.predict.hardware import GIB
 from llama405b.settings.config import PRESET_DIR
 from llama405b_tools.verbs import predict
 
+pytestmark = pytest.mark.slow
 LARGE = ["--preset", "llama3.1-405b", "--nodes", "8"]
 
 

@@ -25,6 +25,7 @@ def record(capsys, *words):
     return code, json.loads(out)
 
 
+@pytest.mark.slow
 def test_which_settings_on_four_hosts(capsys, tmp_path):
     file = tmp_path / "best.toml"
     words = [*LARGE, "--nodes", "4", "--ram", "2000GiB", "--search"]
@@ -65,6 +66,7 @@ def test_a_model_that_does_not_fit_is_said_so(capsys):
     assert record(capsys, *words, "--parallel.offload", "optimizer", "--ram", "300GiB")[0] == EXIT_UNFIT
 
 
+@pytest.mark.slow
 def test_between_allocated_and_reserved_it_is_slower(capsys, tmp_path):
     words = ["--preset", "llama3.1-70b", "--nodes", "4", "--gpu", "a100-80"]
     found = record(capsys, *words)[1]
@@ -97,6 +99,7 @@ def test_what_is_reserved_in_fp32_is_not_known(capsys):
     assert re.match(r"GPU memory   [\d.]+ \([\d.]+ to [\d.]+\) allocated of 80 GiB: fits; ", line)
 
 
+@pytest.mark.slow
 def test_what_a_billion_tokens_cost(capsys):
     words = [*LARGE, "--nodes", "8", "--tokens", "1e9"]
     found = record(capsys, *words)[1]
@@ -150,6 +153,7 @@ def test_smaller_units_take_more_and_smaller_collectives(capsys):
     assert few["communication_s"] < many["communication_s"] < 1.2 * few["communication_s"]
 
 
+@pytest.mark.slow
 def test_what_helps_most_is_said_first(capsys):
     words = [*LARGE, "--nodes", "8", "--parallel.offload", "none", "--parallel.numerics", "pure-bf16"]
     lines = asked(capsys, *words)[1].splitlines()
@@ -171,6 +175,7 @@ def test_what_helps_most_is_said_first(capsys):
     assert round(100 * (two / one - 1)) == gain
 
 
+@pytest.mark.slow
 def test_other_machines_are_compared(capsys):
     batch = ["--training.global_batch_size", "768"]
     words = [*LARGE, *batch, "--nodes", "8", "--what-if", "nodes=12,16", "gpu=h200-141"]
@@ -247,8 +252,14 @@ def test_hardware_that_cannot_be(tmp_path, number):
             [*LARGE, "--model.layers", "1000000"],
             "--model.layers: 1000000, but llama3.1-405b has 126; lower it, or omit it",
         ),
-        ([*LARGE, "--search", "--write", f"{__file__}/a.toml"], "--write: .*/a.toml cannot be written"),
-        ([*LARGE, "--search", "--write", "a" * 300], "--write: a+ cannot be written"),
+        pytest.param(
+            [*LARGE, "--search", "--write", f"{__file__}/a.toml"],
+            "--write: .*/a.toml cannot be written",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [*LARGE, "--search", "--write", "a" * 300], "--write: a+ cannot be written", marks=pytest.mark.slow
+        ),
         ([*LARGE, "--what-if", "gpu=a100"], "--gpu: 'a100' is ambiguous; use a100-80 or a100-40"),
     ],
 )
@@ -275,11 +286,13 @@ def test_machines_and_tokens_as_they_are_called(capsys, words, same):
     assert record(capsys, *small, *words) == record(capsys, *small, *same)
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch():
     code = f"import sys; from llama405b_tools.verbs import predict; predict.main({LARGE!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_plan_tells_what_is_known_to_go_wrong_with_the_versions(capsys, monkeypatch):
     monkeypatch.setattr(
         predict, "package_version", lambda package: {"torch": "2.15.0"}.get(package, "missing"), raising=False

@@ -64,6 +64,7 @@ def test_the_fitted_coefficients_are_frozen():
     assert {name: getattr(rates, name) for name in FROZEN} == FROZEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subset", ["train", "held-out"])
 def test_the_coefficients_are_what_the_fitted_rows_give_and_no_other_changes_them(tmp_path, subset):
     cells = list(csv.DictReader(ROWS.read_text().splitlines()))

@@ -22,6 +22,7 @@ def setting_of(row):
     return Setting(**{name: read[kinds[name]](row[name]) for name in FIELDS})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[name] for name in FIELDS))
 def test_both_are_what_the_allocator_had(row):
     run = setting_of(row).run

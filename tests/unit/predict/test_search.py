@@ -67,6 +67,7 @@ def test_meshes_suit_the_run_and_fit(asked):
     assert [each.needs.step_s for each in found] == sorted(each.needs.step_s for each in found)
 
 
+@pytest.mark.slow
 def test_what_needs_no_mesh_comes_first_where_it_fits():
     first = rank_variants(outlook(SMALL, 8, 4096, 64))[0]
     assert (first.fit, untested_features(first.run)) == (Fit.YES, "")
@@ -87,6 +88,7 @@ def test_a_search_offers_no_units_that_the_trainer_does_not_gather_ahead():
     assert {each.run.has_sublayer_units for each in variants(ahead)} == {False}
 
 
+@pytest.mark.slow
 def test_a_slow_network_makes_tensor_parallelism_the_fastest():
     slow = Cluster(read_gpus()["h100-80"], nic_bytes_per_s=25e9)
     asked = Prediction.from_run(PredictedRun(LARGE, "pure-bf16", "none", 64, 4096, 1, 64), slow)
@@ -104,6 +106,7 @@ def test_a_search_of_405b_takes_no_longer_than_one_waits(monkeypatch):
     assert 300 < len(timed) < 3000  # 600 take 2 s on an idle core
 
 
+@pytest.mark.slow
 def test_settings_that_are_written_are_those_that_were_predicted(tmp_path, capsys):
     words = [*LONG, "--search", "--write", str(tmp_path / "best.toml"), "--json"]
     assert predict.main(words) == 0
@@ -134,6 +137,7 @@ def test_a_loss_of_parts_is_written_too(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["time"] == first["time"]
 
 
+@pytest.mark.slow
 def test_a_plan_says_whether_what_no_gpu_has_run_is_faster(capsys):
     predict.main([*LONG, "--search"])
     assert re.search(r"\n  the first needs .*cp \d.*, tested on one GPU at most", capsys.readouterr().out)

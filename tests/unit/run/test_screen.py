@@ -67,6 +67,7 @@ def test_following_ends_if_nobody_reads_even_if_what_came_before_was_lost(nobody
         assert follow(fleet, plan).kind is EndKind.LEFT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "unbuffered"),
     [

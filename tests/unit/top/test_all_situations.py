@@ -6,6 +6,7 @@ import pytest
 from situations import BEGIN_S, SITUATIONS, play, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.name)
 def test_a_situation_is_told_right_and_in_time(situation):
     pictures = play(situation)

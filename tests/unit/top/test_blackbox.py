@@ -47,6 +47,7 @@ def filled():
     return box, pic
 
 
+@pytest.mark.slow
 def test_what_is_older_than_ten_minutes_is_forgotten(filled):
     box, pic = filled
     first, last = box.span

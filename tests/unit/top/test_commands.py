@@ -39,6 +39,7 @@ def test_a_command_that_ends_by_itself_tells_its_lines_as_they_come():
     assert told[0] == ["a"]
 
 
+@pytest.mark.slow
 def test_after_its_limit_all_of_it_is_ended_and_it_says_so():
     command = ChildProcess([sys.executable, "-c", STUBBORN], 1.5)
     ends = command.process.wait
@@ -65,6 +66,7 @@ def test_the_user_ends_it_and_nobody_waits_for_that(monkeypatch):
     wait_for(lambda: is_gone(int(command.lines[0])))
 
 
+@pytest.mark.slow
 def test_a_process_outside_that_keeps_the_pipe_open_holds_nothing_up():
     away = "import subprocess; print(subprocess.Popen(['sh', '-c', 'sleep 3; echo late; exec sleep 600'], start_new_session=True).pid)"
     command, told = ChildProcess([sys.executable, "-c", away], 60.0), []
@@ -122,6 +124,7 @@ class Screen:
         return [event.text for event in self.top.session.cluster.events]
 
 
+@pytest.mark.slow
 def test_on_the_screen_a_command_is_ended_by_its_limit_by_x_or_left(monkeypatch):
     async def acts(screen, pilot):
         top = screen.top

@@ -11,6 +11,7 @@ from llama405b_tools.top.event_sources import LiveSource
 DEAD = 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accepts", [False, True])
 def test_dead_hosts_at_the_head_of_the_file_delay_nobody(tmp_path, monkeypatch, accepts):
     with socket.socket() as server:

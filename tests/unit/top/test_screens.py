@@ -66,6 +66,7 @@ def same(path, found):
     assert path.read_text() == found, f"{path.name} looks different; see this module's docstring"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [pytest.param(each, marks=SLOW if each == "64x8" else ()) for each in STATES])
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_a_screen(state, width, height):
@@ -146,7 +147,7 @@ def test_a_style_is_of_a_piece_or_of_a_line_in_one_style(view):
 
 
 @pytest.mark.parametrize("name", THEMES)
-@pytest.mark.parametrize("n_colors", [0, 16, 256])
+@pytest.mark.parametrize("n_colors", [0, 16, pytest.param(256, marks=SLOW)])
 def test_every_style_is_in_every_theme(name, n_colors):
     known = {*make_theme(name, n_colors).styles}
     assert {*PLAIN} <= known

@@ -212,6 +212,7 @@ NAN = float("nan")
 USUAL_LOSS, USUAL_S = 2.2, 6.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "change", "verdict"),
     [
@@ -418,6 +419,7 @@ def test_a_guard_that_is_gone_is_not_healthy():
         assert cluster.make_view().verdict is verdict
 
 
+@pytest.mark.slow
 def test_a_hang_says_when_its_guard_ends_it():
     told = {"run": "llama-405b", "pid": 7, "pid_start": 1, "machine": "far x y", "limit": 3, "hang_after_s": 300.0}
 

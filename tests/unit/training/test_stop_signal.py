@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from ops_rig import wait_for
 
 RANK = """
@@ -23,6 +25,7 @@ def answer(rank):
     return rank.stdout.readline()
 
 
+@pytest.mark.slow
 def test_torchrun_ends_a_rank_at_once_and_slurm_does_not():
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     rank = subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
