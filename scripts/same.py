@@ -36,6 +36,7 @@ WORDS_BEFORE = {
     "--unhealthy": "--odd",
     "--time-limit": "--within",
     "report --run r": "report r",
+    "blame --run r": "blame r",
 }  # of a commit before settings/renamed.py: what it is asked instead
 HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"
 FILES = {  # of a working directory; what is wrong with some is in their names
@@ -212,7 +213,7 @@ def across(old: Tree, new: Tree, scratch: Path) -> Iterator[tuple[str, str, str]
         shutil.copytree(place, copy, symlinks=True)
         tree.enter(copy)
         export = tree.verb("export r out hosts --dtype fp32", copy)
-        blame = tree.verb("blame r 4 hosts", copy)
+        blame = tree.verb("blame --run r 4 hosts", copy)
         again = launch.replace("max_steps 4", "max_steps 8") + " --resume auto"
         resumed = tree.verb(again, copy)
         resumed, export, blame = (said.replace(str(copy), "WORK") for said in (resumed, export, blame))

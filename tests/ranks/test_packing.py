@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from llama405b.data.batch import IGNORE_INDEX, Batch
-from llama405b.model.attention import model_inputs
+from llama405b.model.attention import document_mask, model_inputs
 from ranks_rig import run_ranks
 
 LENGTHS = ([5, 1, 7, 3], [16], [2, 2, 12], [9, 7], [1, 15], [4, 4, 4, 4])  # of the documents in each sequence
@@ -38,6 +38,13 @@ def _alone(model, rows):
 def _loss(model, batch, attention):
     logits = model(**model_inputs(batch, attention), use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def test_a_token_sees_those_of_its_document_up_to_itself():
+    lengths = ((2, 3), (1, 3, 1))
+    mask_B1ST = document_mask(torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]))
+    for mask_ST, row in zip(mask_B1ST[:, 0], lengths, strict=True):
+        assert torch.equal(mask_ST, torch.block_diag(*(torch.ones(n, n).tril() for n in row)).bool())
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -139,6 +139,29 @@ def test_it_is_renewed_while_it_is_held(hold, tmp_path, monkeypatch):
     assert read_record(Lease, path).ended
 
 
+def test_a_renewal_that_is_being_written_does_not_undo_the_end(hold, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "RENEW_EVERY_S", 0.01)
+    holder, writes = hold("a"), LeaseHolder._write
+    is_renewing, has_ended = threading.Event(), threading.Event()
+
+    def write(self, number, *, ended=False):
+        if threading.current_thread() is self.renewer:
+            monkeypatch.setattr(store, "RENEW_EVERY_S", 60.0)  # which the end waits for it
+            is_renewing.set()
+            assert self.end_requested.wait(60)
+            has_ended.wait(0.3)  # if it does not wait
+        writes(self, number, ended=ended)
+        if ended:
+            has_ended.set()
+
+    take(holder)
+    monkeypatch.setattr(LeaseHolder, "_write", write)
+    assert is_renewing.wait(60)
+    holder.release()
+    holder.renewer.join(60)
+    assert read_record(Lease, tmp_path / "lease-00000001.json").ended
+
+
 def test_a_run_that_holds_no_directory_needs_none(hold, tmp_path):
     holder = LeaseHolder(tmp_path / "absent", "a", "node:/w", 1)
     holder.check()

@@ -1,9 +1,11 @@
 """Files that no reader sees half-written, and trees that are what they seem."""
 
+import os
 import resource
 
 import pytest
 
+from llama405b.contract.disk import sync_directory, unsupported_operation
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import append_line, walk, write_atomic
 
@@ -57,3 +59,11 @@ def test_a_walk_goes_through_links_and_refuses_those_that_lead_nowhere(tmp_path)
         with pytest.raises(UserError, match=f"^{tree}/a/{name}: is a link to {target}, {words}$"):
             list(walk(tree))
         (tree / "a" / name).unlink()
+
+
+def test_a_disk_that_is_tried_and_synced_has_no_file_open_afterwards(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    assert unsupported_operation(str(tmp_path)) == ""
+    sync_directory(str(tmp_path))
+    assert os.listdir("/proc/self/fd") == before
+    assert list(tmp_path.iterdir()) == []

@@ -28,3 +28,11 @@ def test_a_rank_on_cuda_shares_one_communicator_and_sets_what_the_user_has_not(m
     assert (asked["backend"], asked["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))
     assert (asked["conf"], asked["ring"]) == ("expandable_segments:True", "5")
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ  # its older name, of which torch warns
+
+
+def test_without_torchrun_a_host_has_one_rank(monkeypatch):
+    monkeypatch.setattr(ranks.collectives, "all_reduce_max", lambda values: values)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert ranks.ranks_per_host() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert ranks.ranks_per_host() == 8

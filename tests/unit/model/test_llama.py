@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from llama405b.contract.errors import UserError
-from llama405b.model.llama import build_on_meta, config_from_dict
+from llama405b.model.llama import build_on_meta, compile_unsupported_reason, config_from_dict, set_layers
 from llama405b.spec.models import FAMILIES
 
 SHAPE = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
@@ -23,3 +24,33 @@ def test_our_families_have_no_buffers_but_rotary_frequencies(model_type):
 def test_a_buffer_that_nothing_fills_is_refused():
     with pytest.raises(UserError, match=r"Gemma3ForCausalLM has buffers .*\(model\.embed_tokens\.embed_scale\)"):
         build("gemma3_text")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(num_hidden_layers=4, sliding_window=64),
+        Qwen2Config(num_hidden_layers=4, use_sliding_window=True, sliding_window=64, max_window_layers=2),
+    ],
+    ids=["mistral", "qwen2"],
+)
+def test_windows_are_switched_off_in_each_of_the_layers_that_are_kept(config):
+    kept = set_layers(config, 2)
+    assert (kept.num_hidden_layers, kept.sliding_window) == (2, None)
+    assert not getattr(kept, "use_sliding_window", False)
+    assert {*(getattr(kept, "layer_types", None) or ())} <= {"full_attention"}
+
+
+def test_a_config_without_windows_gets_none():
+    before = LlamaConfig(num_hidden_layers=4).to_dict()
+    assert set_layers(LlamaConfig(num_hidden_layers=4), 4).to_dict() == before
+
+
+def test_the_c_compiler_that_is_asked_for_is_the_one_that_compiling_needs(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert compile_unsupported_reason(torch.device("cpu")).endswith("but there is no cc or gcc or clang here")
+    (tmp_path / "gcc").touch(0o755)
+    assert compile_unsupported_reason(torch.device("cpu")) == ""
+    monkeypatch.setenv("CC", "icx")
+    assert compile_unsupported_reason(torch.device("cpu")).endswith("but there is no icx here")
