@@ -29,6 +29,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RENAMED = (
     ("llama405b/capacity/hardware.toml", "llama405b/predict/hardware.toml"),
+    ('"loss": "logits"', '"loss": "full"'),
+    ('"wrap": ["LlamaDecoderLayer", "Embedding"]', '"fsdp_unit": "layer", "fsdp_embedding": true'),
+    ('"wrap": ["LlamaAttention", "LlamaMLP", "Embedding"]', '"fsdp_unit": "sublayer", "fsdp_embedding": true'),
+    ('"wrap": [\n   "LlamaDecoderLayer",\n   "Embedding"\n  ]', '"fsdp_unit": "layer",\n  "fsdp_embedding": true'),
 )  # the commit's name, this checkout's
 WORDS_BEFORE = {
     "--model.loss chunked": "--parallel.loss parts",
