@@ -1,7 +1,7 @@
 """Files that no reader sees half-written, and trees that are what they seem."""
 
-import os
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -62,8 +62,8 @@ def test_a_walk_goes_through_links_and_refuses_those_that_lead_nowhere(tmp_path)
 
 
 def test_a_disk_that_is_tried_and_synced_has_no_file_open_afterwards(tmp_path):
-    before = os.listdir("/proc/self/fd")
+    before = [*Path("/proc/self/fd").iterdir()]
     assert unsupported_operation(str(tmp_path)) == ""
     sync_directory(str(tmp_path))
-    assert os.listdir("/proc/self/fd") == before
+    assert [*Path("/proc/self/fd").iterdir()] == before
     assert list(tmp_path.iterdir()) == []

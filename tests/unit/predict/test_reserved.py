@@ -7,7 +7,7 @@ import pytest
 
 from conftest import ROOT
 from llama405b.predict.memory import find_peak
-from llama405b.predict.reserved import MIB, SEGMENT, SMALL_SEGMENT, Pool, predict_reserved
+from llama405b.predict.reserved import MIB, SEGMENT, SMALL_SEGMENT, Pool, _PoolWalk, predict_reserved
 from reserved import SETTINGS, Setting
 
 with (ROOT / "tests/data/reserved.csv").open(encoding="ascii") as file:
@@ -48,6 +48,30 @@ def test_a_layer_of_405b_on_one_rank_takes_what_the_allocator_had(place, allocat
 
 def test_the_table_is_of_the_settings_that_are_measured():
     assert [setting_of(row) for row in ROWS] == SETTINGS
+
+
+def gathered(setting, monkeypatch):
+    """The units that two micro-batches gather, in order."""
+    run = dataclasses.replace(setting.run, llama=dataclasses.replace(setting.run.llama, layers=4))
+    units, gather = [], _PoolWalk._all_gather
+    monkeypatch.setattr(_PoolWalk, "_all_gather", lambda walk, unit: (units.append(unit), gather(walk, unit))[1])
+    walk = _PoolWalk(run)
+    walk.micro_batch()
+    walk.micro_batch()
+    monkeypatch.undo()
+    return units
+
+
+@pytest.mark.parametrize("unit", ["layer", "sublayer"])
+@pytest.mark.parametrize(("model", "is_tied"), [("llama3.1-8b", False), ("llama3.2-1b", True)])
+def test_each_unit_is_gathered_once_in_each_direction_however_early(model, is_tied, unit, monkeypatch):
+    layers = 4 * (["attention", "mlp"] if unit == "sublayer" else ["layer"])
+    head = (
+        [] if is_tied else ["head"]
+    )  # which stays gathered for its backward; the embedding's has no need of its weight
+    expected = 2 * ["table", *layers, *head, *reversed(layers)]
+    for prefetch in (0, 1, 3):
+        assert gathered(Setting(model, 8, "none", unit=unit, prefetch=prefetch), monkeypatch) == expected
 
 
 def test_fp32_is_not_known():
