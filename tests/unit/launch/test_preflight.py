@@ -497,6 +497,13 @@ def test_weights_are_counted_only_where_they_can_be_loaded(tiny, tmp_path):
     assert launch_facts._weights_bytes(str(model)) == 0
 
 
+def test_a_mesh_that_the_model_forbids_is_refused_before_anything_starts():
+    batch = ["--training.global_batch_size", "24", "--training.micro_batch_size", "1", "--parallel.cp", "8"]
+    preflight.check_training(*planned([*batch, "--data.seq_len", "4096"], [{"llama": LARGE}] * 3))
+    with pytest.raises(UserError, match=r"^--parallel\.cp: 4090 tokens of a sequence cannot be divided by 8"):
+        preflight.check_training(*planned([*batch, "--data.seq_len", "4090"], [{"llama": LARGE}] * 3))
+
+
 def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_starts(tmp_path, monkeypatch):
     given = ["--run", "r", "--resume", "--model.path", "m", "--data.paths", "d", "--training.max_steps", "9"]
     settings = parse_launch(given, 0.0).config

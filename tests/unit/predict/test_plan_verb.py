@@ -32,11 +32,12 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
     code, out = asked(capsys, *words, "--write", str(file))
     assert code == EXIT_OK
     table = [line.split() for line in out.partition("\n\n")[2].splitlines() if line.startswith("  ")]
-    assert table[0][0] == "offload"
+    assert table[0][:2] == ["offload", "moments"]
     on_meshes = table.pop()
     ties = int(table.pop()[2]) if table[-1][:2] == ["the", "first"] else 1
     assert on_meshes[:3] == ["fastest", "is", "dp_shard"] or on_meshes[:3] == ["nothing", "tested", "on"]
     table = [row for row in table if "fits," not in row]  # but with a mesh
+    assert {row[1] for row in table[1:]} == {"fp32", "bf16"}
     verdicts = [" ".join(row[10:]) for row in table[1:]]
     assert verdicts == sorted(verdicts, key=[*plan.FIT_LABELS.values()].index)
     rates = [

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import running_fleet
@@ -45,6 +46,19 @@ def test_a_program_of_the_users_own_takes_no_requests(tmp_path, monkeypatch):
             host.alive = False
         with pytest.raises(UserError, match=r"run r is not running; `.*status.*--run r` says how it ended"):
             ask.find_head(fleet, "r")
+
+
+def test_a_restart_is_for_runs_with_a_guard_that_guards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with running_fleet(("a", "b"), plan("-m", "llama405b.train", attempt=1, created=1.0)) as fleet:
+        for guard in (None, SimpleNamespace(is_guarding=False)):
+            monkeypatch.setattr(ask, "guard_of_hosts", lambda *_, guard=guard: guard)
+            with pytest.raises(
+                UserError, match="run r has no guard to restart it; `.* stop .*r`, then repeat the launch"
+            ):
+                ask.check_guarded(fleet, "r", [])
+        monkeypatch.setattr(ask, "guard_of_hosts", lambda *_: SimpleNamespace(is_guarding=True))
+        ask.check_guarded(fleet, "r", [])
 
 
 def test_a_run_of_which_one_host_is_left_is_found(tmp_path, monkeypatch):

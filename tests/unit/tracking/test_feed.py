@@ -1,5 +1,6 @@
 """What a tracker is sent, in which order, and what is said if it takes nothing. The packages themselves: tests/ranks."""
 
+import os
 import shutil
 
 import pytest
@@ -7,12 +8,12 @@ import pytest
 from llama405b.commands import track
 from llama405b.contract import reader
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.files import append_line
+from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import EvaluationMetrics, EventKind, PromptSample, RunEvent
 from llama405b.settings.command import parse
 from llama405b.settings.config import to_toml
-from llama405b.tracking import feed
+from llama405b.tracking import feed, uploads
 
 
 class Fake:
@@ -174,3 +175,17 @@ def test_a_copied_run_is_another_one_and_a_renamed_one_the_same(found, tmp_path,
     copied.unlink()
     elsewhere.rename(renamed)
     assert feed.TrackerFeed("wandb", RunDir(renamed), print).sent_state == feeds[0].sent_state
+
+
+@pytest.mark.parametrize(
+    ("resume_step", "words"), [(None, []), (9, []), (10, []), (8, ["it keeps steps 9-9 as they are"])]
+)
+def test_steps_that_a_tracker_keeps_are_named_where_a_resume_takes_them_again(
+    tmp_path, monkeypatch, resume_step, words
+):
+    monkeypatch.setattr(os, "spawnve", lambda *_: 0)
+    run, said = RunDir(tmp_path / "r"), []
+    write_json(run.sent("wandb"), feed.SentState(step=9, directory=str(run.path.resolve())))
+    trackers = uploads.TrackerProcesses(["wandb"], run, said.append, resume_step)
+    os.close(trackers.write_fd)
+    assert [line.partition(": ")[2].partition(" and ")[0] for line in said] == words
