@@ -54,7 +54,7 @@ def test_a_restart_is_for_runs_with_a_guard_that_guards(tmp_path, monkeypatch):
         for guard in (None, SimpleNamespace(is_guarding=False)):
             monkeypatch.setattr(ask, "guard_of_hosts", lambda *_, guard=guard: guard)
             with pytest.raises(
-                UserError, match="run r has no guard to restart it; `.* stop .*r`, then repeat the launch"
+                UserError, match=r"run r has no guard to restart it; `.* stop .*r`, then repeat the launch"
             ):
                 ask.check_guarded(fleet, "r", [])
         monkeypatch.setattr(ask, "guard_of_hosts", lambda *_: SimpleNamespace(is_guarding=True))
