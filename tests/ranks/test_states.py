@@ -180,6 +180,27 @@ def _waits(me, directory, offload):
     return updater.work()
 
 
+def _added_late(me, directory):
+    """Whether gradients that are added late, from the one slot where they arrive, make the same sums."""
+    outcomes = []
+    for seconds in (0.0, 0.01):
+        module, updater = build(me, directory, overlap=True, offload="optimizer")
+        submit = updater._submit_add
+
+        def late(unit, wait_for_copy, add, seconds=seconds, submit=submit):
+            submit(unit, lambda: (time.sleep(seconds), wait_for_copy()), add)
+
+        updater._submit_add = late
+        seen = [take(me, module, updater, step, 3) for step in (1, 2)]
+        updater.wait()
+        outcomes.append((seen, bits(module, updater)))
+    return outcomes[0][0] == outcomes[1][0] and same(outcomes[0][1], outcomes[1][1])
+
+
+def test_no_gradient_arrives_before_the_one_before_it_is_added(tiny):
+    assert run_ranks(2, _added_late, tiny) == [True, True]
+
+
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 def test_adding_gradients_is_no_update(tiny, offload):
     [work] = run_ranks(1, _waits, tiny, offload)
