@@ -6,7 +6,8 @@
 
 A mutant changes one expression of a function: a comparison, a constant, a condition, a call left out, or two arguments swapped. ``TESTS``
 are folders of tests, by default unit and ranks. ``WORDS``: only the mutants whose package or text has them. ``scripts/mutations.py random``
-tries the mutants that a test killed again, each with that test alone.
+tries the mutants that a test killed again, each with that test alone. ``survived nearby`` was written by hand: only the tests near the
+mutant were tried, not all that reach it.
 """
 
 import ast

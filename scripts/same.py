@@ -26,13 +26,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from llama405b.contract.reader import Json
+from llama405b.settings.renamed import translate_setting
+
 ROOT = Path(__file__).resolve().parent.parent
 RENAMED = (
     ("llama405b/capacity/hardware.toml", "llama405b/predict/hardware.toml"),
-    ('"loss": "logits"', '"loss": "full"'),
-    ('"wrap": ["LlamaDecoderLayer", "Embedding"]', '"fsdp_unit": "layer", "fsdp_embedding": true'),
-    ('"wrap": ["LlamaAttention", "LlamaMLP", "Embedding"]', '"fsdp_unit": "sublayer", "fsdp_embedding": true'),
-    ('"wrap": [\n   "LlamaDecoderLayer",\n   "Embedding"\n  ]', '"fsdp_unit": "layer",\n  "fsdp_embedding": true'),
 )  # the commit's name, this checkout's
 WORDS_BEFORE = {
     "--model.loss chunked": "--parallel.loss parts",
@@ -275,11 +274,17 @@ def _digest(path: Path) -> str:
 
 
 def _pretty(said: str) -> str:
-    """JSON on lines of its own, so that a diff of it can be read."""
-    code, _, text = said.partition("\n")
-    with contextlib.suppress(ValueError):
-        return f"{code}\n{json.dumps(json.loads(text), indent=1)}"
-    return said
+    """Each line of JSON on lines of its own, so that a diff of it can be read, and settings under their present names."""
+    lines = said.splitlines()
+    for number, line in enumerate(lines):
+        with contextlib.suppress(ValueError):
+            lines[number] = json.dumps(json.loads(line, object_hook=_renamed), indent=1, sort_keys=True)
+    return "\n".join(lines)
+
+
+def _renamed(record: dict[str, Json]) -> dict[str, Json]:
+    pairs = (translate_setting(f"parallel.{key}", value) for key, value in record.items())
+    return {key.partition(".")[2]: value for pair in pairs for key, value in pair.items()}
 
 
 def _timeless(text: str) -> str:

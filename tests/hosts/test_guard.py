@@ -466,7 +466,8 @@ exec /usr/bin/tmux "$@"
 
 
 @pytest.mark.parametrize(
-    ("screen", "code"), [("2>&1 | head -1", 0), (">/dev/full", 1), (">&- 2>&-", 0)]
+    ("screen", "code"),
+    [pytest.param(">&-", 0, marks=pytest.mark.soak), ("2>&1 | head -1", 0), (">/dev/full", 1), (">&- 2>&-", 0)],
 )  # 1: what was said is lost
 def test_a_screen_that_is_gone_leaves_no_run_unguarded(work, cli, demo, corpus, screen, code):
     flags = shlex.join(map(str, fake_trainer(demo, corpus, 100_000)))

@@ -34,7 +34,7 @@ class Outcome:
 
 
 class Cell:
-    """A run on this machine; of two hosts, each with a directory of its own, where checkpoints are local."""
+    """A run of two ranks on this machine: on one host or, where checkpoints are local, on two with a directory each."""
 
     def __init__(self, use, odd, place, demo, corpus):
         self.use, self.odd, self.place = use, odd, place
@@ -95,7 +95,7 @@ class Cell:
         return shutil.copytree(source, self.disk / use)
 
     def _host(self, name):
-        options = ["address=localhost", "slots=1"]
+        options = ["address=localhost", f"slots={2 // len(self.hosts)}"]
         if self.use == "checkpoints, local":
             options.append(f"workdir={self.disk / name}")
             (self.disk / name).mkdir()

@@ -146,10 +146,10 @@ def test_a_renewal_that_is_being_written_does_not_undo_the_end(hold, tmp_path, m
 
     def write(self, number, *, ended=False):
         if threading.current_thread() is self.renewer:
-            monkeypatch.setattr(store, "RENEW_EVERY_S", 60.0)  # which the end waits for it
+            monkeypatch.setattr(store, "RENEW_EVERY_S", 60.0)  # as long as the end waits for a renewal
             is_renewing.set()
             assert self.end_requested.wait(60)
-            has_ended.wait(0.3)  # if it does not wait
+            has_ended.wait(0.3)  # set only if the end did not wait
         writes(self, number, ended=ended)
         if ended:
             has_ended.set()

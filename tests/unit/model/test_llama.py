@@ -1,4 +1,4 @@
-"""What is built on the meta device can be filled."""
+"""Models: what their configs become, what is built on the meta device, and what compiling them needs."""
 
 import pytest
 import torch
@@ -26,19 +26,13 @@ def test_a_buffer_that_nothing_fills_is_refused():
         build("gemma3_text")
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        MistralConfig(num_hidden_layers=4, sliding_window=64),
-        Qwen2Config(num_hidden_layers=4, use_sliding_window=True, sliding_window=64, max_window_layers=2),
-    ],
-    ids=["mistral", "qwen2"],
-)
-def test_windows_are_switched_off_in_each_of_the_layers_that_are_kept(config):
-    kept = set_layers(config, 2)
-    assert (kept.num_hidden_layers, kept.sliding_window) == (2, None)
-    assert not getattr(kept, "use_sliding_window", False)
-    assert {*(getattr(kept, "layer_types", None) or ())} <= {"full_attention"}
+def test_windows_are_switched_off_in_each_of_the_layers_that_are_kept():
+    mistral = set_layers(MistralConfig(num_hidden_layers=4, sliding_window=64), 3)
+    assert (mistral.num_hidden_layers, mistral.sliding_window) == (3, None)
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    qwen2 = set_layers(Qwen2Config(num_hidden_layers=4, **windows), 3)
+    assert (qwen2.num_hidden_layers, qwen2.sliding_window, qwen2.use_sliding_window) == (3, None, False)
+    assert qwen2.layer_types == 3 * ["full_attention"]
 
 
 def test_a_config_without_windows_gets_none():

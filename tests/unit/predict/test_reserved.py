@@ -66,9 +66,8 @@ def gathered(setting, monkeypatch):
 @pytest.mark.parametrize(("model", "is_tied"), [("llama3.1-8b", False), ("llama3.2-1b", True)])
 def test_each_unit_is_gathered_once_in_each_direction_however_early(model, is_tied, unit, monkeypatch):
     layers = 4 * (["attention", "mlp"] if unit == "sublayer" else ["layer"])
-    head = (
-        [] if is_tied else ["head"]
-    )  # which stays gathered for its backward; the embedding's has no need of its weight
+    # The head stays gathered for its backward, and the embedding's backward does not need its weight.
+    head = [] if is_tied else ["head"]
     expected = 2 * ["table", *layers, *head, *reversed(layers)]
     for prefetch in (0, 1, 3):
         assert gathered(Setting(model, 8, "none", unit=unit, prefetch=prefetch), monkeypatch) == expected

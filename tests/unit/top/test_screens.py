@@ -33,7 +33,6 @@ from llama405b_tools.top.state.trends import Trends
 
 SCREENS = ROOT / "tests/data/screens"
 UPDATE = bool(os.environ.get("LLAMA405B_UPDATE_SCREENS"))
-SLOW = pytest.mark.slow
 SIZES = [(80, 24), (120, 40), (200, 60)]
 STATES = {
     "loading": lambda: played(8, LOADING),
@@ -67,7 +66,7 @@ def same(path, found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", [pytest.param(each, marks=SLOW if each == "64x8" else ()) for each in STATES])
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_a_screen(state, width, height):
     lines = STATES[state]().screen(width, height)
@@ -147,7 +146,7 @@ def test_a_style_is_of_a_piece_or_of_a_line_in_one_style(view):
 
 
 @pytest.mark.parametrize("name", THEMES)
-@pytest.mark.parametrize("n_colors", [0, 16, pytest.param(256, marks=SLOW)])
+@pytest.mark.parametrize("n_colors", [0, 16, pytest.param(256, marks=pytest.mark.slow)])
 def test_every_style_is_in_every_theme(name, n_colors):
     known = {*make_theme(name, n_colors).styles}
     assert {*PLAIN} <= known
