@@ -213,7 +213,7 @@ def export_adapter(weights: SavedWeights, settings: Config, card: str, args: arg
             copy_small_files(find_model_files(weights.path, args.source), out)
         write_card(card, out)
         (out / PEFT_CONFIG).write_text(
-            f"{json.dumps(peft_config(settings.adapter, base), indent=2)}\n", encoding="utf-8"
+            f"{json.dumps(peft_config(settings.adapter, base, peft_weights.shapes), indent=2)}\n", encoding="utf-8"
         )
     print(f"exported the adapter of {weights.path} to {out}: {export.n_bytes / 1e6:.1f} MB in {dtype}")
     rank_option = f" --max-lora-rank {settings.adapter.rank}" if settings.adapter.rank > VLLM_RANK else ""

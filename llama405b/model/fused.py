@@ -16,7 +16,8 @@ from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from llama405b.model.llama import llama_name
+from llama405b.model.llama import activation, family_of, llama_name
+from llama405b.spec.models import LLAMA
 
 CHECK_TOKENS, MAX_WIDTH = 64, 512  # size of the check: tokens, and features of the MLP
 MAX_ERROR_RATIO = 1.5  # allowed ratio to the rounding error of transformers' own
@@ -88,10 +89,14 @@ def unsupported_reason(name: str, config: PreTrainedConfig, device: torch.device
 
     On random input, its result and gradients must be as close to FP64 as transformers' own, up to a factor ``MAX_ERROR_RATIO``.
     """
-    if name == "SwiGLU" and (
-        config.hidden_act != "silu" or getattr(config, "mlp_bias", False)
-    ):  # mlp_bias: in Llama configs only
-        return "this model's MLP is not a SwiGLU without biases"
+    family = family_of(config)
+    is_swiglu = activation(config) == "silu" and not getattr(
+        config, "mlp_bias", False
+    )  # mlp_bias: in Llama configs only
+    if name == "SwiGLU" and not (is_swiglu and family.mlp == LLAMA.mlp):
+        return "this model's MLP is not a SwiGLU of separate matrices without biases"
+    if name == "RMSNorm" and family.norm_start != LLAMA.norm_start:
+        return "this model's norms multiply by 1 + weight"
     kind, fused = FORWARDS[name]
     small = LlamaConfig(hidden_size=config.hidden_size, intermediate_size=min(config.intermediate_size, MAX_WIDTH))
     generator = torch.Generator().manual_seed(0)

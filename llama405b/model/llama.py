@@ -26,6 +26,7 @@ from llama405b.contract.errors import UserError
 from llama405b.settings.axes import FULL_RECOMPUTE, Recompute, RecomputeKind
 from llama405b.settings.rules import is_frozen
 from llama405b.settings.schema import COMPUTE_BYTES, Adapter, Numerics
+from llama405b.spec.models import FAMILIES, Family
 
 
 def compute_dtype(numerics: Numerics) -> torch.dtype:
@@ -33,10 +34,20 @@ def compute_dtype(numerics: Numerics) -> torch.dtype:
     return {2: torch.bfloat16, 4: torch.float32}[COMPUTE_BYTES[numerics]]
 
 
+def family_of(config: PreTrainedConfig) -> Family:
+    """Return the family of a model."""
+    return FAMILIES[config.model_type]
+
+
 def llama_name(module: nn.Module, config: PreTrainedConfig) -> str:
     """Return the Llama name of a module's class: ``LlamaMLP`` for ``Qwen3MLP`` and for its FSDP subclass."""
-    name, family = type(module).__name__.removeprefix("FSDP"), type(config).__name__.removesuffix("Config")
-    return f"Llama{name.removeprefix(family)}" if name.startswith(family) else name
+    name, prefix = type(module).__name__.removeprefix("FSDP"), family_of(config).prefix
+    return f"Llama{name.removeprefix(prefix)}" if name.startswith(prefix) else name
+
+
+def activation(config: PreTrainedConfig) -> str:
+    """Return the name of the MLP's activation function."""
+    return str(getattr(config, family_of(config).activation_key))
 
 
 def head_dim(config: PreTrainedConfig) -> int:
@@ -57,8 +68,6 @@ def config_from_dict(description: Mapping[str, Any]) -> PreTrainedConfig:
 def read_hf_config(directory: Path, layers: int = 0) -> PreTrainedConfig:
     """Read ``config.json``; ``layers``: keep only this many decoder layers (0: all).
 
-    Sequences are never longer than a sliding window, so sliding-window attention equals full attention and is switched off.
-
     Raises:
         UserError: transformers does not accept it, or does not know its activation.
     """
@@ -67,21 +76,29 @@ def read_hf_config(directory: Path, layers: int = 0) -> PreTrainedConfig:
     except Exception as error:  # noqa: BLE001
         reason = " ".join(str(error).split())
         raise UserError(f"{directory / 'config.json'}: transformers rejects it ({reason}); download it again") from None
-    if config.hidden_act not in ACT2FN:
+    if activation(config) not in ACT2FN:
         raise UserError(
-            f"{directory / 'config.json'}: transformers has no activation {config.hidden_act!r} (hidden_act); download it again"
+            f"{directory / 'config.json'}: transformers has no activation {activation(config)!r} "
+            f"({family_of(config).activation_key}); download it again"
         )
     return set_layers(config, layers or config.num_hidden_layers)
 
 
 def set_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Set the number of layers and switch off sliding windows; return the config."""
+    """Set the number of layers and switch off sliding windows; return the config.
+
+    Sequences are never longer than a window, so attention with one equals full attention. Types of layers that choose the rotary
+    embedding are kept, and then the window, too.
+    """
     config.num_hidden_layers = layers
-    for name, value in (
-        ("sliding_window", None),
-        ("use_sliding_window", False),
-        ("layer_types", ["full_attention"] * layers),
-    ):
+    changes = {
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"] * layers,
+    }
+    if family_of(config).has_layer_types:
+        changes = {"layer_types": config.layer_types[:layers]}
+    for name, value in changes.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
     return config
@@ -91,14 +108,15 @@ def build_on_meta(config: PreTrainedConfig, attention: str, dtype: torch.dtype) 
     """Build the model without allocating a byte of weights.
 
     Raises:
-        UserError: It has buffers that nothing would fill: ``restore_buffers`` fills only rotary frequencies.
+        UserError: It has buffers that nothing would fill, see ``restore_buffers``.
     """
     config._attn_implementation = attention
     config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).to(dtype)
     rotary = {name for name, module in model.named_modules() if _is_rotary(module)}
-    if unknown_buffers := [name for name, _ in model.named_buffers() if name.rpartition(".")[0] not in rotary]:
+    buffers = [name for name, _ in model.named_buffers() if name.rpartition(".")[0] not in rotary]
+    if unknown_buffers := [name for name in buffers if name not in family_of(config).buffers]:
         raise UserError(
             f"--model.path: {type(model).__name__} has buffers that no weight file holds, so they would be undefined "
             f"({', '.join(unknown_buffers)}); such a model cannot be trained"
@@ -118,10 +136,21 @@ def freeze(model: nn.Module, groups: Sequence[str], *, freeze_all: bool = False)
 
 
 def restore_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:
-    """Recompute the rotary frequencies on ``device``; they are in no state dict."""
+    """Compute the buffers that are in no state dict on ``device``: rotary frequencies, and the scale of embeddings."""
     for name, module in list(model.named_modules()):
         if _is_rotary(module):
             model.get_submodule(name.rpartition(".")[0]).rotary_emb = type(module)(config).to(device)
+        if "embed_scale" in dict(module.named_buffers(recurse=False)):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
+
+
+def rotary_embeddings(model: nn.Module, hidden_BSh: Tensor, positions_BS: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the rotary embedding (cosines, sines) of each decoder layer; ``model``: has ``rotary_emb`` and a ``config``."""
+    config = model.config
+    if not family_of(config).has_layer_types:
+        return [model.rotary_emb(hidden_BSh, positions_BS)] * config.num_hidden_layers
+    by_type = {kind: model.rotary_emb(hidden_BSh, positions_BS, kind) for kind in {*config.layer_types}}
+    return [by_type[kind] for kind in config.layer_types]
 
 
 def tie_head(model: nn.Module) -> None:
@@ -209,11 +238,12 @@ def add_adapters(model: nn.Module, adapter: Adapter, dtype: torch.dtype, groups:
 
     ``groups``: ``optimizer.groups``, which may freeze some adapters.
     """
+    targets = family_of(model.config).matrices(adapter.targets)
     for layer_name, layer in model.named_modules():
         if not is_decoder_layer(layer):
             continue
         for name, linear in list(layer.named_modules(prefix=layer_name)):
-            if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in adapter.targets:
+            if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in targets:
                 _add_adapter(linear, adapter, dtype)
                 for factor, parameter in linear.named_parameters(prefix=name):
                     parameter.requires_grad_(".lora_" in factor and not is_frozen(groups, factor))

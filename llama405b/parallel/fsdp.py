@@ -269,8 +269,13 @@ def load_fsdp1(
     """Load the weights on rank 0 (``directory`` None: random), wrap, synchronize; return the FSDP1 module."""
     model = _build_unwrapped(directory, config, attention, shard_dtype(parallel), rank)
     tied = config.tie_word_embeddings  # two modules share this weight, so it must stay in the root unit
-    names = UNIT_CLASSES[parallel.fsdp_unit] + ("Embedding",) * (parallel.fsdp_embedding and not tied)
-    classes = {type(module) for module in model.modules() if llama_name(module, config) in names}
+    wraps_embedding = parallel.fsdp_embedding and not tied
+    classes = {
+        type(module)
+        for module in model.modules()
+        if llama_name(module, config) in UNIT_CLASSES[parallel.fsdp_unit]
+        or (wraps_embedding and isinstance(module, nn.Embedding))
+    }
 
     def materialize(module: nn.Module) -> None:
         module.to_empty(device=rank.device, recurse=False)

@@ -77,7 +77,8 @@ def load(
     shard_layout = shard_layout or ShardLayout(rank.axes)
     if random_shape:
         mode = "rank0" if mode == "rank0" else "local"
-        files = _RandomWeights(random_shape.tensors(), "BF16", random_shape.initializer_range)
+        start = random_shape.family.norm_start
+        files = _RandomWeights(random_shape.tensors(), "BF16", random_shape.initializer_range, norm_start=start)
     else:
         mode, files = _agree_on_mode(directory, mode, rank, shard_layout)
         files = _ResizedFiles(files.layout, vocab) if vocab else files
@@ -253,21 +254,24 @@ class _ResizedFiles(_MappedWeights):
 class _RandomWeights(_MappedWeights):
     """Random weights instead of files; equal for any number of ranks, as each block of elements has its own generator.
 
-    Matrices are N(0, ``initializer_range``), norms are 1 and biases 0, as transformers initializes a Llama.
+    Matrices are N(0, ``initializer_range``), norms are 1 (or what leaves their input as it is) and biases 0, as transformers
+    initializes them.
     """
 
     rank0_words, local_words = "made random weights", "made its own random weights"
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: str, std: float, seed: str = "") -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: str, std: float, seed: str = "", norm_start: float = 1.0
+    ) -> None:
         super().__init__({name: TensorInfo(Path(), dtype, shape) for name, shape in shapes.items()})
-        self.std, self.seed = std, seed
+        self.std, self.seed, self.norm_start = std, seed, norm_start
         self.threads = ThreadPoolExecutor(torch.get_num_threads(), "random")
 
     def constant(self, name: str) -> float | None:
         """Return the value of all elements of a tensor; None: they are random."""
         if len(self.layout[name].shape) > 1:
             return None
-        return 0.0 if name.endswith(".bias") else 1.0
+        return 0.0 if name.endswith(".bias") else self.norm_start
 
     def fill_(self, values: Tensor, _: str, generator: torch.Generator) -> Tensor:
         """Fill a block of a tensor with random values."""

@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
-from llama405b.model.llama import tie_head
+from llama405b.model.llama import rotary_embeddings, tie_head
 from llama405b.parallel.fsdp import make_device_mesh, shard_model
 from llama405b.settings.axes import AXIS_NAMES, Axes
 from llama405b.settings.schema import LossMode, Parallel
@@ -192,6 +192,7 @@ class PipelineStages(nn.Module):
         self.config = full_model.config
         self.chunks = chunks
         self.model = nn.Module()
+        self.model.config = full_model.config
         self.model.embed_tokens = full_model.model.embed_tokens if first else None
         # A dict keeps the layers' numbers in parameter names; a list would start at 0.
         self.model.layers = nn.ModuleDict({str(i): full_model.model.layers[i] for chunk in chunks for i in chunk})
@@ -206,13 +207,13 @@ class PipelineStages(nn.Module):
         """
         hidden_BSh = self.model.embed_tokens(x) if chunk == 0 and self.model.embed_tokens is not None else x
         mask = kwargs.pop("attention_mask", None)
-        position_embeddings = self.model.rotary_emb(hidden_BSh, position_ids)
+        position_embeddings = rotary_embeddings(self.model, hidden_BSh, position_ids)
         for i in self.chunks[chunk]:
             layer = self.model.layers[str(i)]
             hidden_BSh = layer(
                 hidden_BSh,
                 attention_mask=mask,
-                position_embeddings=position_embeddings,
+                position_embeddings=position_embeddings[i],
                 position_ids=position_ids,
                 use_cache=False,
                 **kwargs,

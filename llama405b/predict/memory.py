@@ -405,8 +405,14 @@ def _saved_bytes(run: PredictedRun, spec: StageSpec) -> float:
     projected = (llama.heads + llama.kv_heads) * llama.head_dim
     normed = (LOSS_BYTES * run.tokens + size) * projected if llama.family.query_norms else 0
     norms = _norm_saved_bytes(run, spec, ATTENTION_INPUTS) + _norm_saved_bytes(run, spec, MLP_INPUTS)
-    narrow = size * run.adapter.rank * len(run.adapter.targets) * run.adapter.is_enabled
-    return norms + size * 2 * projected + normed + narrow
+    # Norms between a block and the residual: their input is no other's.
+    after_blocks = (len(llama.family.norms) - 2) * size * llama.hidden / run.tp
+    norms += after_blocks * (_norm_factor(run) + (not _widens_norms(run)) / 2)
+    narrow = size * run.adapter.rank * len(llama.family.matrices(run.adapter.targets)) * run.adapter.is_enabled
+    fused = (
+        size * projected * ("qkv_proj" in llama.family.attention)
+    )  # the values are a view of queries, keys and values
+    return norms + size * 2 * projected + normed + fused + narrow
 
 
 def _norm_saved_bytes(run: PredictedRun, spec: StageSpec, readers: tuple[str, ...]) -> float:
@@ -416,9 +422,13 @@ def _norm_saved_bytes(run: PredictedRun, spec: StageSpec, readers: tuple[str, ..
     (``readers``) keep what they read only where there are adapters beside.
     """
     full_bytes = run.compute_bytes * run.tokens * spec.llama.hidden
-    norm_factor = (2 if _widens_norms(run) else 0.5) + (not run.fused and not run.adapter.is_enabled)
     keeps_output = not run.adapter.is_enabled or not {*readers}.isdisjoint(run.adapter.targets)
-    return full_bytes * keeps_output + norm_factor * full_bytes / run.tp
+    return full_bytes * keeps_output + _norm_factor(run) * full_bytes / run.tp
+
+
+def _norm_factor(run: PredictedRun) -> float:
+    """Return what a norm keeps beside its output, in hidden states: its input, and what it makes of it before its weight."""
+    return (2 if _widens_norms(run) else 0.5) + (not run.fused and not run.adapter.is_enabled)
 
 
 def _widens_norms(run: PredictedRun) -> bool:

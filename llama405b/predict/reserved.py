@@ -130,6 +130,8 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
         run.numerics == "fp8",
         run.keeps_weights,
         run.axes != Axes(run.world),
+        run.llama.family.mlp != LLAMA.mlp,
+        len(run.llama.family.norms) > len(LLAMA.norms),
     )
     keeps_normed = run.llama.family.query_norms and "none" in run.recompute.layer_kinds(run.llama.layers)
     unsupported_adapter = run.adapter.is_enabled and (

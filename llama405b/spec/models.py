@@ -1,6 +1,7 @@
 """The dense decoders that can be trained, what their checkpoint directories hold, and the shapes of adapters. Knows nothing of torch.
 
 All families have ``model.layers`` of attention (``self_attn``: q, k, v and o projections) and a gated MLP, with the names of a Llama's.
+What else a family has is one ``Family``: nothing outside this module and ``model/`` names one.
 LoRA: beside a frozen matrix W the product of two narrow ones, W + alpha / rank * B A (arXiv 2106.09685), in peft's files.
 """
 
@@ -10,7 +11,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,29 +26,62 @@ class Family:
     """A family of models, by what its layers have."""
 
     prefix: str  # of transformers' classes, such as LlamaForCausalLM
+    # The matrices of each block, in the order of its modules; ``FUSED`` has those that hold several projections.
+    attention: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     biases: Literal["asked", "qkv", "none"] = "asked"  # of attention; asked: of all projections if config.json says so
     query_norms: Literal["", "head", "all"] = ""  # of queries and keys: of each head, or of all heads together
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    ends_with_norm: bool = False  # a layer: norms follow attention and the MLP, instead of being before them
-    window: int | None = None  # of attention, where config.json does not say
-    window_needs_flag: bool = False  # only if use_sliding_window is true
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    ends_with_norm: bool = False  # a layer: norms follow attention and the MLP
+    norm_start: float = 1.0  # the weight of a norm that is not trained yet
+    window: Literal["", "asked", "flag"] = (
+        ""  # of attention: if config.json has it, or only if use_sliding_window is true
+    )
+    default_window: int = 0  # where config.json does not say; 0: none
+    activation_key: str = "hidden_act"  # in config.json
+    default_head_dim: int = 0  # where config.json does not say; 0: the hidden size divided by the heads
+    default_tied: bool = False  # likewise
+    # Whether the types of layers choose their rotary embedding; else they only say where attention has a window.
+    has_layer_types: bool = False
+    buffers: tuple[str, ...] = ()  # that no file holds, beside rotary frequencies; ``model.llama`` knows their values
 
     @property
     def architecture(self) -> str:
         """Transformers' class of the whole model."""
         return f"{self.prefix}ForCausalLM"
 
+    def matrices(self, projections: Collection[str]) -> tuple[str, ...]:
+        """Return the names of the matrices that hold any of these projections."""
+        return tuple(
+            name for name in (*self.attention, *self.mlp) if not {*split_projections([name])}.isdisjoint(projections)
+        )
+
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # one below the other
+
+
+def split_projections(matrices: Iterable[str]) -> tuple[str, ...]:
+    """Return the projections that matrices hold."""
+    return tuple(projection for name in matrices for projection in FUSED.get(name, (name,)))
+
 
 FAMILIES = {  # by model_type
     "llama": Family("Llama"),
-    "mistral": Family("Mistral", biases="none", window=4096),
-    "qwen2": Family("Qwen2", biases="qkv", window_needs_flag=True),
-    "qwen3": Family("Qwen3", query_norms="head", window_needs_flag=True),
+    "mistral": Family("Mistral", biases="none", window="asked", default_window=4096),
+    "qwen2": Family("Qwen2", biases="qkv", window="flag"),
+    "qwen3": Family("Qwen3", query_norms="head", window="flag"),
     "olmo2": Family(
         "Olmo2",
         query_norms="all",
         norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         ends_with_norm=True,
+    ),
+    "phi3": Family(
+        "Phi3",
+        attention=("o_proj", "qkv_proj"),
+        mlp=("gate_up_proj", "down_proj"),
+        biases="none",
+        window="asked",
     ),
 }
 LLAMA = FAMILIES["llama"]
@@ -81,6 +115,7 @@ ROPE_REQUIRED_KEYS = {  # transformers' types of rotary embedding, and the numbe
     "proportional": (),
 }
 POSITIVE_KEYS = ("rope_theta", "original_max_position_embeddings", "attention_factor")  # where they are given
+UNSUPPORTED_KEYS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 CONVERT_TOKENIZER_COMMAND = (
     "python -c \"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('{0}').save_pretrained('{0}')\""
 )
@@ -129,18 +164,20 @@ class Llama:
         hidden = self.hidden
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
-        attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
-        wide, narrow = (self.intermediate, hidden), (hidden, self.intermediate)
-        mlp = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
-        all_projections = tuple(attention) if self.attention_bias else ()
-        biased = {*{"asked": all_projections, "qkv": ("q_proj", "k_proj", "v_proj"), "none": ()}[self.family.biases]}
-        biased |= {*mlp} if self.mlp_bias else set()
+        family, inner = self.family, self.intermediate
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": inner, "up_proj": inner}
+        columns = {"o_proj": q, "down_proj": inner}
+        all_projections = family.attention if self.attention_bias else ()
+        biased = {*{"asked": all_projections, "qkv": ("q_proj", "k_proj", "v_proj"), "none": ()}[family.biases]}
+        biased |= {*family.mlp} if self.mlp_bias else set()
         norm_sizes = {"head": (self.head_dim, self.head_dim), "all": (q, kv)}.get(self.family.query_norms, ())
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, hidden)}
         for i in range(self.layers):
             layer = f"model.layers.{i}."
-            for block, matrices in (("self_attn", attention), ("mlp", mlp)):
-                for name, shape in matrices.items():
+            for block, matrices in (("self_attn", family.attention), ("mlp", family.mlp)):
+                for name in matrices:
+                    outputs = sum(rows.get(projection, hidden) for projection in split_projections([name]))
+                    shape = outputs, columns.get(name, hidden)
                     shapes[f"{layer}{block}.{name}.weight"] = shape
                     if name in biased:
                         shapes[f"{layer}{block}.{name}.bias"] = shape[:1]
@@ -221,6 +258,10 @@ def parse_llama(config: Mapping[str, Any], source: str) -> Llama:
             f"{source}: quantization_config is {shown}; only unquantized weights can be trained; download those"
         )
     _check_rope(config, source)
+    if unsupported := [key for key in UNSUPPORTED_KEYS if config.get(key)]:
+        raise UserError(
+            f"{source}: {unsupported[0]} is {config[unsupported[0]]}, which is not supported; use another model"
+        )
 
     def number(key: str, default: int | None = None, limit: int = 1 << 31) -> int:
         value = config.get(key)
@@ -244,9 +285,9 @@ def parse_llama(config: Mapping[str, Any], source: str) -> Llama:
         intermediate=number("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=number("head_dim", hidden // heads),
+        head_dim=number("head_dim", family.default_head_dim or hidden // heads),
         vocab=number("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", family.default_tied)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=family is LLAMA and bool(config.get("mlp_bias", False)),
         max_positions=number("max_position_embeddings", 2048),
@@ -271,9 +312,9 @@ def _find_family(config: Mapping[str, Any], source: str) -> Family:
 
 def _find_window(config: Mapping[str, Any], family: Family) -> int:
     """Return how many tokens attention sees; 0: all."""
-    if family.window_needs_flag and not config.get("use_sliding_window"):
+    if not family.window or (family.window == "flag" and not config.get("use_sliding_window")):
         return 0
-    window = config.get("sliding_window", family.window) if family.window or family.window_needs_flag else None
+    window = config.get("sliding_window", family.default_window)
     return window if isinstance(window, int) else 0
 
 
@@ -587,11 +628,21 @@ def is_lora_name(name: str) -> bool:
 
 
 def lora_shapes(llama: Llama, adapter: Adapter) -> dict[str, tuple[int, int]]:
-    """Return the shapes of an adapter's parameters by name, in the model's order; none without an adapter."""
+    """Return the shapes of an adapter's parameters by name, in the model's order; none without an adapter.
+
+    Raises:
+        UserError: The targets are only some of the projections that a matrix holds.
+    """
     shapes: dict[str, tuple[int, int]] = {}
+    targets = llama.family.matrices(adapter.targets)
+    if adapter.is_enabled and (missing := [name for name in split_projections(targets) if name not in adapter.targets]):
+        fused = next(name for name in targets if missing[0] in split_projections([name]))
+        raise UserError(
+            f"--adapter.targets: {llama.family.architecture} holds {' and '.join(FUSED[fused])} in one matrix, {fused}; name all of them"
+        )
     for name, shape in llama.tensors().items() if adapter.is_enabled else ():
         matrix = name.removesuffix(".weight")
-        if len(shape) == 2 and matrix.rpartition(".")[2] in adapter.targets:
+        if len(shape) == 2 and matrix.rpartition(".")[2] in targets:
             shapes |= {matrix + LORA_A: (adapter.rank, shape[1]), matrix + LORA_B: (shape[0], adapter.rank)}
     return shapes
 
@@ -672,7 +723,8 @@ def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
     if not weights_path.is_file():
         raise UserError(f"{weights_path}: no such file; save the adapter as safetensors, as peft does")
     tensors = {name.removeprefix(PEFT_PREFIX): info for name, info in read_header(weights_path).items()}
-    targets = {name.removesuffix(LORA_B).rpartition(".")[2] for name in tensors if name.endswith(LORA_B)}
+    matrices = {name.removesuffix(LORA_B).rpartition(".")[2] for name in tensors if name.endswith(LORA_B)}
+    targets = {*split_projections(matrices)}
     if unknown_targets := sorted(targets - {*ADAPTER_TARGETS}):
         raise UserError(
             f"{weights_path}: {unknown_targets[0]} has an adapter, which is not supported; use one of {', '.join(ADAPTER_TARGETS)} alone"
@@ -709,8 +761,9 @@ def _check_peft_settings(
         raise UserError(f"--adapter.path: {config_path.parent} has other settings; use {flags}")
 
 
-def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
-    """Return what ``adapter_config.json`` holds; ``base``: the model that it is of."""
+def peft_config(adapter: Adapter, base: str, names: Iterable[str]) -> dict[str, Any]:
+    """Return what ``adapter_config.json`` holds; ``base``: the model that it is of; ``names``: its parameters'."""
+    matrices = {name.removesuffix(LORA_B).rpartition(".")[2] for name in names if name.endswith(LORA_B)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -719,6 +772,6 @@ def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
         "lora_alpha": adapter.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(adapter.targets, key=ADAPTER_TARGETS.index),
+        "target_modules": sorted(matrices, key=lambda name: ADAPTER_TARGETS.index(split_projections([name])[0])),
         "inference_mode": True,
     }

@@ -17,7 +17,7 @@ from llama405b.settings.axes import DP_AXES, SHARD_AXES, Axes
 from llama405b.settings.rules import ALL_CHANGES, STEPS
 from llama405b.settings.schema import Config, Optimizer, Parallel
 from llama405b.settings.strategies import STRATEGIES
-from llama405b.spec.models import Llama, adapter_label
+from llama405b.spec.models import FUSED, Llama, adapter_label
 
 
 def check_mesh(axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int, ranks_per_host: int) -> None:
@@ -67,6 +67,8 @@ def _find_tp_faults(
             "parallel.tp",
             f"tp cannot split the query and key norms of a {llama.family.architecture}; use tp 1",
         )
+    if axes.tp > 1 and (fused := [name for name in (*llama.family.attention, *llama.family.mlp) if name in FUSED]):
+        yield "parallel.tp", f"tp cannot split the {' and '.join(fused)} of a {llama.family.architecture}; use tp 1"
     for label, size in divided.items():
         if size % axes.tp:
             fits = _largest_fit(
