@@ -407,7 +407,7 @@ def _saved_bytes(run: PredictedRun, spec: StageSpec) -> float:
     norms = _norm_saved_bytes(run, spec, ATTENTION_INPUTS) + _norm_saved_bytes(run, spec, MLP_INPUTS)
     # Norms between a block and the residual: their input is no other's.
     after_blocks = (len(llama.family.norms) - 2) * size * llama.hidden / run.tp
-    norms += after_blocks * (_norm_factor(run) + (not _widens_norms(run)) / 2)
+    norms += after_blocks * (_norm_factor(run, spec) + (not _widens_norms(run)) / 2)
     narrow = size * run.adapter.rank * len(llama.family.matrices(run.adapter.targets)) * run.adapter.is_enabled
     fused = (
         size * projected * ("qkv_proj" in llama.family.attention)
@@ -423,12 +423,13 @@ def _norm_saved_bytes(run: PredictedRun, spec: StageSpec, readers: tuple[str, ..
     """
     full_bytes = run.compute_bytes * run.tokens * spec.llama.hidden
     keeps_output = not run.adapter.is_enabled or not {*readers}.isdisjoint(run.adapter.targets)
-    return full_bytes * keeps_output + _norm_factor(run) * full_bytes / run.tp
+    return full_bytes * keeps_output + _norm_factor(run, spec) * full_bytes / run.tp
 
 
-def _norm_factor(run: PredictedRun) -> float:
+def _norm_factor(run: PredictedRun, spec: StageSpec) -> float:
     """Return what a norm keeps beside its output, in hidden states: its input, and what it makes of it before its weight."""
-    return (2 if _widens_norms(run) else 0.5) + (not run.fused and not run.adapter.is_enabled)
+    before_weight = 2 if _widens_norms(run) and spec.llama.family.multiplies_fp32 else 1
+    return (2 if _widens_norms(run) else 0.5) + before_weight * (not run.fused and not run.adapter.is_enabled)
 
 
 def _widens_norms(run: PredictedRun) -> bool:

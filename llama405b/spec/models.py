@@ -34,6 +34,7 @@ class Family:
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     ends_with_norm: bool = False  # a layer: norms follow attention and the MLP
     norm_start: float = 1.0  # the weight of a norm that is not trained yet
+    multiplies_fp32: bool = False  # a norm's weight, before it rounds to BF16
     window: Literal["", "asked", "flag"] = (
         ""  # of attention: if config.json has it, or only if use_sliding_window is true
     )
@@ -75,6 +76,26 @@ FAMILIES = {  # by model_type
         query_norms="all",
         norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         ends_with_norm=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3",
+        query_norms="head",
+        norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        ends_with_norm=True,
+        norm_start=0.0,
+        multiplies_fp32=True,
+        window="asked",
+        default_window=4096,
+        activation_key="hidden_activation",
+        default_head_dim=256,
+        default_tied=True,
+        has_layer_types=True,
+        buffers=("model.embed_tokens.embed_scale",),
     ),
     "phi3": Family(
         "Phi3",

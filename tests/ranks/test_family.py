@@ -57,6 +57,10 @@ FAMILY = {
     "Qwen 3, tied": {"family": "qwen3", "tied": True, "attention_bias": True},
     "OLMo 2": {"family": "olmo2"},
     "OLMo 2, tied": {"family": "olmo2", "tied": True, "attention_bias": True},
+    "Gemma 3": {"family": "gemma3_text", "tied": True, "sliding_window": 32, "sliding_window_pattern": 2},
+    "Gemma 3, untied": {"family": "gemma3_text", "sliding_window": 40},
+    "Phi-3": {"family": "phi3", "pad_token_id": None, "sliding_window": 32},
+    "Phi-3, tied": {"family": "phi3", "pad_token_id": None, "tied": True},
 }
 BIASED = {"biases", "Qwen 2", "Qwen 2, tied", "Qwen 3, tied", "OLMo 2, tied"}  # fmt: skip
 
@@ -118,6 +122,10 @@ def test_the_losses_of_two_steps_are_those_of_transformers(tmp_path):
         pytest.param("qwen3", {"pp": 2, "pp_schedule": "interleaved"}, marks=pytest.mark.soak),
         ("olmo2", {"pp": 2}),
         ("olmo2", {"cp": 2, "loss": "chunked"}),
+        ("gemma3_text", {"cp": 2}),
+        ("gemma3_text", {"pp": 2}),
+        ("phi3", {"pp": 2}),
+        pytest.param("phi3", {"cp": 2, "loss": "chunked"}, marks=pytest.mark.soak),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from llama405b.predict.memory import find_stage_peak
 from llama405b.predict.run_shape import FP32_NORMS, PredictedRun, StageSpec, rank_elements, shard_elements
 from llama405b.settings.axes import Axes, Recompute
 from llama405b.settings.config import PRESET_DIR
-from llama405b.settings.schema import Parallel
+from llama405b.settings.schema import Adapter, Parallel
 from llama405b.settings.strategies import UNIT_CLASSES
 from llama405b.spec.models import parse_llama
 from tracked import host_bytes, optimizer_bytes, track
@@ -88,6 +88,41 @@ def test_each_strategy_takes_what_torch_tracks(model, strategy):
     assert (tracked.before, tracked.after) == (shards, 2 * shards)
     found = estimate(load)
     assert found.peak.total - found.peak.bytes_by_kind["moments"] == pytest.approx(tracked.peak, rel=0.03)
+    assert found.gpu_reserved_bytes is None
+
+
+OTHER_LAYERS = {
+    "gemma3_text": {
+        "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32, "head_dim": 128,
+        "num_key_value_heads": 16, "hidden_activation": "gelu_pytorch_tanh", "vocab_size": 16384, "query_pre_attn_scalar": 168,
+    },
+    "phi3": {
+        "model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40, "num_key_value_heads": 10,
+        "vocab_size": 32064, "pad_token_id": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHER_LAYERS)
+@pytest.mark.parametrize(
+    ("numerics", "recompute", "rank"),
+    [
+        ("fp32-master", "full", 0),
+        ("fp32-master", "none", 0),
+        pytest.param("fp32", "none", 0, marks=pytest.mark.soak),
+        pytest.param("fp32-master", "operators", 0, marks=pytest.mark.soak),
+        ("fp32-master", "none", 16),
+    ],
+)
+def test_layers_of_other_blocks_take_what_torch_tracks(family, numerics, recompute, rank):
+    config = OTHER_LAYERS[family] | {"num_hidden_layers": 4}
+    again, adapter = Recompute.parse(recompute), Adapter("lora", rank=rank) if rank else Adapter()
+    tracked = track(config, Parallel(numerics=numerics), 8, 512, 4, recompute=again, adapter=adapter if rank else None)
+    run = PredictedRun(
+        parse_llama(config, family), numerics, "none", 8, 512, 4, 32, recompute=again, adapter=adapter,
+    )  # fmt: skip
+    found = estimate(run)
+    assert found.peak.total - found.peak.bytes_by_kind["moments"] == pytest.approx(tracked.peak, rel=0.02)
     assert found.gpu_reserved_bytes is None
 
 

@@ -22,12 +22,14 @@ FAMILIES = {
     "Qwen 2": {"family": "qwen2"},
     "Qwen 3": {"family": "qwen3", "head_dim": 8},
     "OLMo 2": {"family": "olmo2"},
+    "Gemma 3": {"family": "gemma3_text", "tied": True},
+    "Phi-3": {"family": "phi3"},
 }
 TEXT = "def f(x):\n    return x  # été 🙂"
 TURNS = [{"role": "user", "content": "Hi, you"}]
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end_of_text|>\n{% endfor %}"
 END, OTHER_END = 1, 300
-GGUF_ARCH = {"mistral": "llama"}  # where llama.cpp's converter calls it otherwise
+GGUF_ARCH = {"mistral": "llama", "gemma3_text": "gemma3"}  # where llama.cpp's converter calls it otherwise
 FLAGS = (
     "--preset", "demo", "--data.seq_len", 32, "--training.micro_batch_size", 1, "--training.global_batch_size", 1,
     "--training.max_steps", 1, "--checkpoint.every", 1, "--evaluation.every", 0, "--parallel.device", "cpu", "--optimizer.warmup", 0,

@@ -46,6 +46,26 @@ PUBLISHED = {  # config.json with the keys that are published, and sizes that ar
     "OLMo 2": COMMON
     | UNTIED
     | {"model_type": "olmo2", "attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None},
+    "Gemma 3": {key: value for key, value in COMMON.items() if key != "hidden_act"}
+    | {
+        "model_type": "gemma3_text", "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid", "eos_token_id": [1, 3], "final_logit_softcapping": None, "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0, "query_pre_attn_scalar": 16, "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    },
+    "Phi-3": COMMON
+    | {
+        "model_type": "phi3", "attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "pad_token_id": 1,
+        "original_max_position_embeddings": 64, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 48,
+        "tie_word_embeddings": False, "partial_rotary_factor": 1.0,
+    },
+}  # fmt: skip
+
+
+OTHER_SHAPES = {
+    "qwen3": {"head_dim": 4},
+    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 12, "pad_token_id": None, "sliding_window": 64},
+    "phi3": {"pad_token_id": None},
 }
 
 
@@ -59,7 +79,7 @@ def write_llama(directory, *, tied=False, layers=4, vocab=131, dtype=torch.float
             "num_attention_heads": 6,
             "num_key_value_heads": 1,
         }
-        | ({"head_dim": 4} if family == "qwen3" else {})
+        | OTHER_SHAPES.get(family, {})
         | more
     )  # of the others, no published file needs to have it
     config = AutoConfig.for_model(

@@ -19,13 +19,20 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import LlamaConfig
 
 from llama405b.data.batch import Batch
 from llama405b.distributed.ranks import Rank
 from llama405b.model import attention  # noqa: F401  # registers varlen
 from llama405b.model.host_inputs import offload_inputs
-from llama405b.model.llama import add_adapters, build_on_meta, checkpoint_activations, compute_dtype, freeze, tie_head
+from llama405b.model.llama import (
+    add_adapters,
+    build_on_meta,
+    checkpoint_activations,
+    compute_dtype,
+    config_from_dict,
+    freeze,
+    tie_head,
+)
 from llama405b.optim.adamw import build_optimizer, init_moments, master_model
 from llama405b.optim.offload import OptimizerOffload
 from llama405b.optim.updater import local_tensor
@@ -140,7 +147,7 @@ def _split(config: dict, parallel: Parallel, me: Rank, adapter: Adapter | None, 
     """Build a rank's part of a model, as the trainer does."""
     kept = shard_dtype(parallel)
     frozen = compute_dtype(parallel.numerics) if adapter else kept
-    whole = build_on_meta(LlamaConfig(**config), "varlen", frozen)
+    whole = build_on_meta(config_from_dict({"model_type": "llama"} | config), "varlen", frozen)
     freeze(whole, (), freeze_all=bool(adapter))
     adapt = functools.partial(add_adapters, adapter=adapter, dtype=kept)
     return split_model(whole, parallel, me, adapt if adapter else None, loss)
@@ -215,7 +222,7 @@ def host_bytes(config: dict, parallel: Parallel, world: int) -> int:
     """What a rank keeps in host memory with ``offload = optimizer``, on the meta device, but for what it allocates itself."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        model = build_on_meta(LlamaConfig(**config), "sdpa", shard_dtype(parallel))
+        model = build_on_meta(config_from_dict({"model_type": "llama"} | config), "sdpa", shard_dtype(parallel))
         if model.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
         shard_model(model, parallel, torch.device("cpu"), make_device_mesh(Axes(dp_shard=world), "cpu"))
@@ -232,7 +239,7 @@ def optimizer_bytes(config: dict, parallel: Parallel, world: int) -> tuple[int, 
     """What a rank keeps beside the model's parameters and gradients, and what of a rank goes into a checkpoint."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        config = LlamaConfig(**config)
+        config = config_from_dict({"model_type": "llama"} | config)
         model = build_on_meta(config, "sdpa", shard_dtype(parallel))
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight

@@ -2,11 +2,17 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from llama405b.contract.errors import UserError
-from llama405b.model.llama import build_on_meta, compile_unsupported_reason, config_from_dict, set_layers
-from llama405b.spec.models import FAMILIES
+from llama405b.model.llama import (
+    build_on_meta,
+    compile_unsupported_reason,
+    config_from_dict,
+    restore_buffers,
+    set_layers,
+)
+from llama405b.spec.models import FAMILIES, Family
 
 SHAPE = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
 SHAPE |= {"num_key_value_heads": 1, "head_dim": 4, "pad_token_id": 0}
@@ -17,11 +23,18 @@ def build(model_type):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_our_families_have_no_buffers_but_rotary_frequencies(model_type):
-    assert all("rotary_emb." in name for name, _ in build(model_type).named_buffers())
+def test_the_buffers_of_our_families_have_the_values_of_transformers(model_type):
+    config = config_from_dict({"model_type": model_type, **SHAPE})
+    model = build(model_type)
+    restore_buffers(model, config, torch.device("cpu"))
+    expected = dict(AutoModelForCausalLM.from_config(config).named_buffers())
+    assert {name for name, _ in model.named_buffers()} == {*expected}
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
 
 
-def test_a_buffer_that_nothing_fills_is_refused():
+def test_a_buffer_that_nothing_fills_is_refused(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "gemma3_text", Family("Gemma3"))
     with pytest.raises(UserError, match=r"Gemma3ForCausalLM has buffers .*\(model\.embed_tokens\.embed_scale\)"):
         build("gemma3_text")
 
@@ -33,6 +46,12 @@ def test_windows_are_switched_off_in_each_of_the_layers_that_are_kept():
     qwen2 = set_layers(Qwen2Config(num_hidden_layers=4, **windows), 3)
     assert (qwen2.num_hidden_layers, qwen2.sliding_window, qwen2.use_sliding_window) == (3, None, False)
     assert qwen2.layer_types == 3 * ["full_attention"]
+
+
+def test_types_of_layers_that_choose_the_rotary_embedding_stay():
+    gemma = set_layers(config_from_dict({"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 64}), 6)
+    assert gemma.layer_types == [*5 * ["sliding_attention"], "full_attention"]
+    assert gemma.sliding_window == 64
 
 
 def test_a_config_without_windows_gets_none():

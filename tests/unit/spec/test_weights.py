@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from llama405b.contract.errors import UserError
 from llama405b.model import llama
 from llama405b.settings import config
+from llama405b.settings.schema import Adapter
 from llama405b.spec import models
 from llama405b.spec.models import FAMILIES
 from llama405b.spec.tensors import INDEX_FILE, SINGLE_FILE, read_tensors
@@ -103,6 +104,23 @@ def test_only_llamas_have_biases_in_their_mlp():
     known = json.loads((config.PRESET_DIR / "architectures.json").read_text())
     for name, asked, biased in (("llama3.1-8b", True, True), ("llama3.1-8b", False, False), ("qwen3-8b", True, False)):
         assert models.parse_llama(known[name] | {"mlp_bias": asked}, name).mlp_bias is biased
+
+
+def test_an_adapter_is_beside_all_that_a_matrix_holds():
+    config = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"), 64)
+    llama = models.parse_llama(config | {"model_type": "phi3", "num_hidden_layers": 1}, "phi3")
+    shapes = models.lora_shapes(llama, Adapter("lora", rank=2))
+    matrices = {name.split(".")[-3]: shape[0] for name, shape in shapes.items() if name.endswith("lora_B.weight")}
+    assert matrices == {"o_proj": 64, "qkv_proj": 192, "gate_up_proj": 128, "down_proj": 64}
+    words = "Phi3ForCausalLM holds q_proj and k_proj and v_proj in one matrix, qkv_proj; name all of them"
+    with pytest.raises(UserError, match=words):
+        models.lora_shapes(llama, Adapter("lora", targets=("q_proj", "v_proj", "down_proj")))
+
+
+@pytest.mark.parametrize("key", models.UNSUPPORTED_KEYS)
+def test_what_a_family_may_have_and_the_trainer_has_not_is_refused(copy, key):
+    edit(copy / "config.json", **{key: 30.0})
+    assert f"config.json: {key} is 30.0, which is not supported; use another model" in refusal(copy)
 
 
 def test_a_missing_directory_and_a_missing_shard(copy):
