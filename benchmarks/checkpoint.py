@@ -27,8 +27,8 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
-from llama405b.optim.adamw import build_optimizer, state_tensors
 from llama405b.optim.offload import HostUpdater, UnitState, UpdateParams
+from llama405b.optim.optimizer import build_optimizer, state_tensors
 from llama405b.settings.schema import Optimizer
 
 SHARES = (0.5, 4.0)  # of a step: what a save takes

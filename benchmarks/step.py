@@ -18,8 +18,8 @@ from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
 from llama405b.model.llama import checkpoint_activations
-from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.build_updater import build_updater
+from llama405b.optim.optimizer import build_optimizer
 from llama405b.optim.step import train_step
 from llama405b.parallel import fsdp, load_weights
 from llama405b.parallel.passes import MicrobatchLoop

@@ -26,8 +26,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from benchmarks.pairs import in_turns, ratio_of
 from llama405b.contract.errors import UserError, pluralize, reason_of
 from llama405b.distributed import ranks
-from llama405b.optim.adamw import AdamWParams, AdamWState, build_optimizer, update_adamw
 from llama405b.optim.offload import HostUpdater, UnitState, UpdateParams
+from llama405b.optim.optimizer import build_optimizer, update_group
+from llama405b.optim.updater import State
 from llama405b.settings.schema import Optimizer
 
 UPDATE_BYTES, TRIAD_BYTES = 28, 12  # per FP32 element: four read and three written; two read and one written
@@ -40,17 +41,17 @@ def bench_optimizer(elements: int, pairs: int) -> tuple[dict[str, Any], str]:
     parts = [torch.randn(elements // 8) for _ in range(8)]
     moments = [torch.zeros_like(part) for part in parts for _ in range(2)]
     parameters = [nn.Parameter(part) for part in parts]
-    states: list[AdamWState] = [
+    states: list[State] = [
         {"step": torch.zeros(()), "exp_avg": moments[2 * i], "exp_avg_sq": moments[2 * i + 1]}
         for i in range(len(parts))
     ]
     gradients = [torch.randn_like(part) for part in parts]
-    settings = AdamWParams(1e-5, (0.9, 0.95), 0.1, 1e-8)
+    settings = {"lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
     a, b = torch.randn(elements), torch.randn(elements)
 
     def update() -> None:
         with torch.no_grad():
-            update_adamw(parameters, states, gradients, settings)
+            update_group(parameters, states, gradients, settings)
 
     def triad() -> None:
         a.add_(b, alpha=1e-9)

@@ -30,8 +30,8 @@ from llama405b.data.tokenizer import read_tokenizer
 from llama405b.data.tokens import ProgressReport, load_or_tokenize
 from llama405b.distributed.ranks import Rank, with_mesh
 from llama405b.model import llama
-from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.build_updater import OnDeviceUpdate
+from llama405b.optim.optimizer import build_optimizer
 from llama405b.parallel.load_weights import load
 from llama405b.parallel.passes import build_forward_backward
 from llama405b.parallel.split import shard_layout_of, split_model

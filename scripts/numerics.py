@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama405b.data.batch import Batch
 from llama405b.model import llama
 from llama405b.model.llama import strip_wrappers
-from llama405b.optim.adamw import master_model, master_pairs
 from llama405b.optim.build_updater import build_updater
+from llama405b.optim.optimizer import master_model, master_pairs
 from llama405b.optim.step import train_step
 from llama405b.optim.updater import local_tensor
 from llama405b.parallel.fsdp import shard_dtype, shard_model

@@ -247,7 +247,7 @@ def build(setting, config, me):
     from llama405b.model import fused, llama
     from llama405b.model.host_inputs import offload_inputs
     from llama405b.model.llama import add_adapters, checkpoint_activations
-    from llama405b.optim import adamw, build_updater
+    from llama405b.optim import build_updater, optimizer
     from llama405b.parallel import fsdp, load_weights
     from llama405b.settings.schema import Optimizer, Parallel
 
@@ -269,7 +269,7 @@ def build(setting, config, me):
     fsdp.shard_model(module, parallel, me.device)
     if setting.run.reuses_gradient_memory:
         fsdp.allocate_grads_on_compute_stream(module)
-    master = adamw.master_model(module, parallel)
+    master = optimizer.master_model(module, parallel)
     load_weights.materialize(
         module, me, offload=parallel.offload == "all", on_pin_progress=nothing if parallel.offload == "all" else None
     )

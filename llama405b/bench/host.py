@@ -26,7 +26,7 @@ from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
 from llama405b.model.attention import attention_candidates, attention_unsupported_reason, model_inputs
 from llama405b.model.llama import checkpoint_activations, compute_dtype
-from llama405b.optim.adamw import AdamWParams, LocalElements, build_optimizer, update_adamw
+from llama405b.optim.optimizer import LocalElements, build_optimizer, update_group
 from llama405b.optim.updater import norm_over_ranks, square_sums
 from llama405b.predict.run_shape import PredictedRun, StageSpec, UnitSizes
 from llama405b.settings.schema import Optimizer
@@ -149,9 +149,9 @@ def build_update(
     gradient = torch.randn_like(weight.data)
     moments = {name: torch.zeros_like(gradient) for name in ("exp_avg", "exp_avg_sq")}
     state = {"step": torch.zeros((), device=device)} | moments
-    params = AdamWParams(1e-5, (0.9, 0.95), 0.1, 1e-8)
+    params = {"lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
     rounding = {id(weight): LocalElements(7)} if stochastic else None
-    return torch.no_grad()(lambda: update_adamw([weight], [state], [gradient], params, rounding))
+    return torch.no_grad()(lambda: update_group([weight], [state], [gradient], params, rounding))
 
 
 def _norm_error(elements: int) -> Figure:

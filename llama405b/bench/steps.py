@@ -33,8 +33,8 @@ from llama405b.model import fused, llama
 from llama405b.model.attention import attention_candidates, attention_unsupported_reason
 from llama405b.model.host_inputs import offload_inputs
 from llama405b.model.llama import checkpoint_activations
-from llama405b.optim.adamw import master_model
 from llama405b.optim.build_updater import build_updater
+from llama405b.optim.optimizer import master_model
 from llama405b.optim.step import train_step
 from llama405b.optim.updater import Updater, UpdateWork
 from llama405b.parallel import fsdp, load_weights

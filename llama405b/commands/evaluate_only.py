@@ -15,8 +15,8 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics, Phase
 from llama405b.distributed import collectives
-from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.build_updater import OnDeviceUpdate
+from llama405b.optim.optimizer import build_optimizer
 from llama405b.optim.updater import Updater
 from llama405b.parallel.passes import ForwardBackward, build_forward_backward
 from llama405b.settings.config import to_toml

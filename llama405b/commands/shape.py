@@ -23,7 +23,7 @@ from llama405b.settings.axes import DP_AXES, Axes, MicrobatchSplit
 from llama405b.settings.config import PRESET_DIR, with_global_batch
 from llama405b.settings.schema import COMPUTE_BYTES, Config
 from llama405b.spec import models
-from llama405b.spec.models import adapter_bytes, adapter_label
+from llama405b.spec.models import adapter_label, bytes_per_parameter
 from llama405b.spec.rules import check_mesh
 from llama405b.spec.tensors import read_hf_json
 
@@ -59,7 +59,7 @@ def describe_shape(config: Config, preset: str, world_size: int) -> str:
     layers = [size for name, size in sizes.items() if name.startswith("model.layers.")]
     other_units = [f"{name} {size:,}" for name, size in sizes.items() if not name.startswith("model.layers.")]
     largest = max(sizes, key=lambda name: sizes[name])
-    state_bytes = adapter_bytes(shape, config.adapter, config.parallel)
+    state_bytes = bytes_per_parameter(shape, config)
     adapter = f", frozen, with {adapter_label(config.adapter)}" if config.adapter.is_enabled else ""
     numerics, places = config.parallel.numerics, ("device memory", "CPU memory")
     state = " and ".join(

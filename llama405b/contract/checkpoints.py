@@ -62,11 +62,14 @@ class RunIdentity:
         """Return what differs, by name: ``64 -> 32`` for ``training.global_batch_size``."""
         pairs = {name: (getattr(self, field), getattr(current, field)) for field, name in SETTING_NAMES.items()}
         pairs |= {
-            name: (old, current.settings[name]) for name, old in self.settings.items() if name in current.settings
+            name: (old, current.settings[name])
+            for name, old in ({OPTIMIZER: "adamw"} | dict(self.settings)).items()
+            if name in current.settings
         }
         return {name: f"{old} -> {new}" for name, (old, new) in pairs.items() if old != new}
 
 
+OPTIMIZER = "optimizer.kind"  # checkpoints from before there was a choice do not have it
 SETTING_NAMES = {  # by field of RunIdentity: the setting's name
     "model": "model",
     "data": "data",

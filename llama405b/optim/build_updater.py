@@ -1,4 +1,4 @@
-"""Pick the updater for a run's settings: fused AdamW on the device, or per-unit AdamW on the CPU.
+"""Pick the updater for a run's settings: all weights at once on the device, or unit by unit on the CPU.
 
 The on-device updater is here. Knows settings and optimizers; not the step or the checkpoint.
 """
@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b.distributed.host_memory import OnByteProgress
-from llama405b.optim.adamw import (
+from llama405b.optim.offload import HostUpdater, OnLongWait, OptimizerOffload
+from llama405b.optim.optimizer import (
     build_optimizer,
     group_params,
     ignore_update,
@@ -17,9 +18,8 @@ from llama405b.optim.adamw import (
     state_tensors,
     stochastic_elements,
     trainable_parameters,
-    update_adamw,
+    update_group,
 )
-from llama405b.optim.offload import HostUpdater, OnLongWait, OptimizerOffload
 from llama405b.optim.updater import (
     BeforeUpdate,
     Updater,
@@ -36,13 +36,13 @@ from llama405b.settings.schema import Numerics, Optimizer, Parallel
 
 
 class OnDeviceUpdate:
-    """Update all weights with ``torch.optim.AdamW`` between the backward and the next forward."""
+    """Update all weights between the backward and the next forward."""
 
     def __init__(
         self,
         model: nn.Module,
         master: nn.Module,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         *,
         reuses_gradients: bool = False,
         numerics: Numerics = "fp32-master",
@@ -80,20 +80,17 @@ class OnDeviceUpdate:
             if weight.requires_grad:
                 assert weight.grad is not None
                 master.grad = weight.grad.to(master.dtype)
-        if self.elements_by_id:
-            self._update_with_rounding()
-        else:
-            self.optimizer.step()
+        self._update_groups()
         self.sync_weights()
         self.zero_grad()
 
     @torch.no_grad()
-    def _update_with_rounding(self) -> None:
-        """Update as ``torch.optim.AdamW`` does, with stochastic rounding to BF16."""
+    def _update_groups(self) -> None:
         for group, params in zip(self.optimizer.param_groups, group_params(self.optimizer), strict=True):
-            gradients = [local_tensor(parameter.grad) for parameter in group["params"]]
-            states = [self.optimizer.state[parameter] for parameter in group["params"]]
-            update_adamw(group["params"], states, gradients, params, self.elements_by_id)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            gradients = [local_tensor(parameter.grad) for parameter in parameters]
+            states = [self.optimizer.state[parameter] for parameter in parameters]
+            update_group(parameters, states, gradients, params, self.elements_by_id)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.reuses_gradients)

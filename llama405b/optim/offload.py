@@ -1,8 +1,8 @@
 """Update state in CPU memory during the next forward: optimizer state alone (``offload = optimizer``), or all state (``offload = all``).
 
 The norm is known when the backward ends. From then on one worker thread updates the units in the order in which the next forward needs
-them, and a hook before each unit's all-gather waits for that unit only. Every update is bit for bit the one that ``torch.optim.AdamW``
-would make between the steps. Updating during the backward, as other programs do, is not exact: clipping needs the norm of all gradients,
+them, and a hook before each unit's all-gather waits for that unit only. Every update is bit for bit the one that would be made between
+the steps. Updating during the backward, as other programs do, is not exact: clipping needs the norm of all gradients,
 so an early update is a guess, and undoing a wrong one needs a copy of weights and moments (12 bytes per parameter).
 
 With ``offload = optimizer`` BF16 weights stay on the device; FP32 masters, moments and gradient sums are in CPU memory. No weight crosses
@@ -33,8 +33,7 @@ from llama405b.distributed.host_memory import (
     pinning_error,
 )
 from llama405b.model.llama import strip_wrappers
-from llama405b.optim.adamw import (
-    AdamWParams,
+from llama405b.optim.optimizer import (
     group_params,
     ignore_update,
     init_moments,
@@ -42,10 +41,11 @@ from llama405b.optim.adamw import (
     state_tensors,
     stochastic_elements,
     trainable_parameters,
-    update_adamw,
+    update_group,
 )
 from llama405b.optim.updater import (
     BeforeUpdate,
+    GroupParams,
     UpdateUnit,
     UpdateWork,
     clip_factor,
@@ -94,7 +94,7 @@ class UnitState:
 class UpdateParams:
     """Parameters of one step's update for all units, captured when the update begins."""
 
-    group_params: Sequence[AdamWParams]  # by parameter group
+    group_params: Sequence[GroupParams]  # by parameter group
     factor: float  # of the gradients
     before_update: BeforeUpdate
 
@@ -113,7 +113,7 @@ class HostUpdater:
     #     In the last micro-batch update also takes the sums of squares after each add.
     #  5. main, ``clip``: wait for the adds of all units; all-reduce the sums of squares; compute the clip factor.
     #  6. main, ``update``: queue one update for each unit in forward order; return at once (without ``overlap``: wait for all of them).
-    #  7. update, for each unit: scale gradients, call ``before_update`` (a save may block here), AdamW, copy masters to weights if any.
+    #  7. update, for each unit: scale gradients, call ``before_update`` (a save may block here), update, copy masters to weights if any.
     #  8. main, next forward, pre-forward hook of u (runs before FSDP's own): wait for the update of u and of the units that FSDP
     #     prefetches with it. Then FSDP copies the weights to the device and all-gathers them. No CUDA event guards this: the host waited.
     #
@@ -122,7 +122,7 @@ class HostUpdater:
     #     micro-batch the hook also waits for the download of the unit before the last. From the second micro-batch on, the copy goes to
     #     one shared slot, once update has added the gradient that was there.
     #  3. FSDP sets a BF16 gradient, which another hook discards.
-    #  7. After AdamW, update waits until the previous unit has left the one staging buffer, rounds masters to BF16 into it, and queues
+    #  7. After that, the worker waits until the previous unit has left the one staging buffer, rounds masters to BF16 into it, and queues
     #     their copy on the upload stream.
     #  8. main also waits for the event after that copy.
 
@@ -130,7 +130,7 @@ class HostUpdater:
         self,
         model: nn.Module,
         master: nn.Module,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         device: torch.device,
         on_long_wait: OnLongWait,
         *,
@@ -319,7 +319,7 @@ class HostUpdater:
             scale_gradients(gradients, params.factor)
             tensors = state_tensors(self.optimizer, parameters)
             params.before_update(tensors)
-            update_adamw(
+            update_group(
                 parameters,
                 [self.optimizer.state[p] for p in parameters],
                 gradients,
@@ -413,7 +413,7 @@ class OptimizerOffload(HostUpdater):
         self,
         model: nn.Module,
         master: nn.Module,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         device: torch.device,
         on_long_wait: OnLongWait,
         *,

@@ -6,9 +6,9 @@ Knows tensors and sums over ranks; not how weights are updated.
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,13 @@ class UpdateWork:
         return UpdateWork(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
+State = dict[str, Tensor]  # of one parameter: moments, by name, and the count of its updates ("step")
+GroupParams = Mapping[str, Any]  # of a parameter group in one step: lr, weight_decay, and what its optimizer reads
+# (weights, gradients, moments by kind, step counts, params): updates local tensors in place, each element by itself, and counts.
+# Tensors may have any floating dtype; all weights that are passed together have one, and so have all moments.
+UpdateRule = Callable[
+    [Sequence[Tensor], Sequence[Tensor], Sequence[Sequence[Tensor]], Sequence[Tensor], GroupParams], None
+]
 BeforeUpdate = Callable[[Sequence[Tensor]], None]
 
 

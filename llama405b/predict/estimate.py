@@ -151,6 +151,7 @@ def training_setup(run: PredictedRun, cluster: Cluster) -> TrainingSetup:
         run.seq_len, run.micro_batch, run.grad_accum_steps, gradient,
         units=1 + run.has_sublayer_units,
         update_bytes=run.update_bytes_per_parameter,
+        update_flops=run.update_flops,
         updates_on_host=run.offload != "none",
         norm_bytes=gradient * run.overlap,
         copied_up=weights,

@@ -229,6 +229,7 @@ class TrainingSetup:
     compiled: bool = False
     triton: bool = False  # attention by the kernel of MPT's time
     update_bytes: float = 28.0  # read and written per parameter: AdamW on weight, gradient and two moments in FP32
+    update_flops: float = 0.0  # of all matrices, each on one GPU
     updates_on_host: bool = False
     # read per parameter of the last unit before an update that the next forward hides; 0: none does
     norm_bytes: float = 0.0

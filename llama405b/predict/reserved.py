@@ -28,6 +28,7 @@ from typing import NamedTuple
 from llama405b.predict.memory import INPUT_BUFFERS
 from llama405b.predict.run_shape import PredictedRun, StageSpec, layer_adapter_shapes
 from llama405b.settings.axes import Axes
+from llama405b.settings.optimizers import OPTIMIZERS
 from llama405b.settings.schema import ADAPTER_TARGETS, VOCAB_CHUNK
 from llama405b.spec.models import LLAMA, lora_shapes
 
@@ -130,6 +131,7 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
         run.numerics == "fp8",
         run.keeps_weights,
         run.axes != Axes(run.world),
+        bool(OPTIMIZERS[run.optimizer].rest),
         run.llama.family.mlp != LLAMA.mlp,
         len(run.llama.family.norms) > len(LLAMA.norms),
     )
@@ -158,6 +160,7 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
             kept_by=run.kept_by,
             fused=run.fused,
             adapter=dataclasses.replace(run.adapter, path=""),
+            optimizer=run.optimizer,
         )
     )
 
@@ -206,7 +209,7 @@ class _PoolWalk:
         self.gradients: list[CachedBlock] = []
         self.adds_gradients = self.has_workspace = False
         self._allocate_states("parameters", 1)
-        self._allocate_states("moments", 2)
+        self._allocate_states("moments", round(run.n_moments))
         self.inputs_on_host = run.activations == "host"
         self.offloading_input: CachedBlock | None = None  # the input that is copied to CPU memory
         for _ in range(INPUT_BUFFERS * self.inputs_on_host):

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 
 from llama405b.contract.errors import STAGING_SHARE
 from llama405b.settings.axes import DP_AXES, FULL_RECOMPUTE, SHARD_AXES, Axes, Recompute
+from llama405b.settings.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
 from llama405b.settings.schema import (
     BF16_NUMERICS,
     COMPUTE_BYTES,
-    FP32_MASTERS,
+    STATE_BYTES,
     Activations,
     Adapter,
     Checkpoint,
@@ -26,9 +27,10 @@ from llama405b.settings.schema import (
     Offload,
     Parallel,
     PipelineSchedule,
+    moment_bytes,
 )
 from llama405b.settings.strategies import FsdpUnit
-from llama405b.spec.models import EMBEDDING, HEAD, Llama, lora_shapes, n_trained_parameters
+from llama405b.spec.models import EMBEDDING, HEAD, Llama, lora_shapes, moments_per_parameter, n_trained_parameters
 from llama405b.spec.rules import InFlight, find_in_flight
 from llama405b.spec.tensors import split_layers
 
@@ -178,24 +180,10 @@ def rank_elements(llama: Llama, axes: Axes, rank: int, virtual_stages: int = 1) 
 RANKS_PER_HOST = 8
 PINNED_FACTOR = 1.19  # gradients, which torch pins in blocks of powers of two; all else is pinned as large as it is
 STATE_KINDS = ("parameters", "gradients", "moments")
-GRADIENT_BYTES = {
-    **dict.fromkeys(FP32_MASTERS, 4),
-    **dict.fromkeys(BF16_NUMERICS, 2),
-    "fp32": 4,
-}  # bytes per parameter, kept and reduced
-# More bytes per parameter of a norm: its master, and moments; and of those in a checkpoint, which has the master alone.
-NORM_BYTES = {**dict.fromkeys(BF16_NUMERICS, 4 + 4), **dict.fromkeys(FP32_MASTERS, 0), "fp32": 0}
-NORM_CHECKPOINT_BYTES = {**dict.fromkeys(BF16_NUMERICS, 2 + 4), **dict.fromkeys(FP32_MASTERS, 0), "fp32": 0}
 IN_TRANSFER = "on their way"  # of a unit at a time, gradients and weights
 LAYER_INPUTS = "layer inputs"
 PINNED_KINDS = {"optimizer": ("gradients", IN_TRANSFER), "all": ("parameters", "gradients")}  # what crosses to GPUs
 FP32_NORMS = "norms in FP32"  # their masters, and what their moments take more
-
-
-def checkpoint_bytes_per_parameter(numerics: Numerics, moments: Moments) -> int:
-    """Return what a checkpoint holds of a parameter: its weight and two moments, in bytes."""
-    weight = GRADIENT_BYTES[numerics]
-    return weight + (4 if moments == "bf16" else 2 * weight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -235,6 +223,7 @@ class PredictedRun:
     prefetch: int = 0  # FSDP units that are gathered ahead; 0: one, in the backward
     kept_by: int = 0  # ranks that keep a unit gathered between forward and backward; 0: none do
     adapter: Adapter = NO_ADAPTER  # what alone is trained
+    optimizer: OptimizerName = "adamw"
 
     @classmethod
     def from_config(cls, llama: Llama, config: Config, world: int, axes: Axes | None = None) -> "PredictedRun":
@@ -272,6 +261,7 @@ class PredictedRun:
             prefetch=config.parallel.prefetch,
             kept_by=config.parallel.reshard_after_forward,
             adapter=config.adapter,
+            optimizer=config.optimizer.kind,
         )
 
     @property
@@ -428,12 +418,38 @@ class PredictedRun:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of a gradient, as it is reduced."""
-        return GRADIENT_BYTES[self.numerics]
+        return STATE_BYTES[self.numerics]
 
     @property
     def norm_bytes(self) -> int:
         """Bytes of a GPU that a norm's parameter takes beyond the others'."""
-        return NORM_BYTES[self.numerics] * (self.offload == "none") * (not self.adapter.is_enabled)
+        return self.wider_norm_bytes * (self.offload == "none")
+
+    @property
+    def wider_norm_bytes(self) -> int:
+        """Bytes of a norm's parameter, wherever it is, beyond the others': its FP32 master, and moments as wide."""
+        has_masters = self.numerics in BF16_NUMERICS and not self.adapter.is_enabled
+        return (4 + 2 * len(self.vector_optimizer.moments)) * has_masters
+
+    @property
+    def vector_optimizer(self) -> OptimizerSpec:
+        """What updates norms."""
+        spec = OPTIMIZERS[self.optimizer]
+        return OPTIMIZERS[spec.rest] if spec.rest else spec
+
+    @property
+    def n_moments(self) -> float:
+        """Moments of a parameter; where some have more than others, their mean."""
+        return moments_per_parameter(self.llama, self.adapter, self.optimizer)
+
+    @property
+    def update_flops(self) -> float:
+        """FLOPs of an update: of a matrix optimizer, five steps of three products of each matrix of a layer, with one copy of each."""
+        if not OPTIMIZERS[self.optimizer].rest:
+            return 0.0
+        shapes = (layer_adapter_shapes(StageSpec(self.llama), self.adapter) or layer_shapes(self.llama)).values()
+        sides = [sorted(shape) for shape in shapes if len(shape) == 2]
+        return self.llama.layers * sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sides)
 
     @property
     def shard_bytes(self) -> dict[str, float]:
@@ -448,22 +464,19 @@ class PredictedRun:
     @property
     def weight_bytes(self) -> int:
         """Bytes of a parameter as it is kept."""
-        return GRADIENT_BYTES[self.numerics]  # they have one dtype
+        return STATE_BYTES[self.numerics]
 
     @property
-    def moment_bytes(self) -> int:
-        """Bytes of a parameter's two moments."""
-        return checkpoint_bytes_per_parameter(self.numerics, self.moments) - self.weight_bytes
+    def moment_bytes(self) -> float:
+        """Bytes of a parameter's moments."""
+        return self.n_moments * moment_bytes(self.numerics, self.moments)
 
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint on disk, over all ranks."""
-        norms = (
-            NORM_CHECKPOINT_BYTES[self.numerics]
-            * norm_elements(StageSpec(self.llama), 1)
-            * (not self.adapter.is_enabled)
-        )
-        return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.trained_parameters + norms
+        master = 2 * (self.wider_norm_bytes > 0)  # a checkpoint has it in place of the weight
+        norms = (self.wider_norm_bytes - master) * norm_elements(StageSpec(self.llama), 1)
+        return math.ceil((self.weight_bytes + self.moment_bytes) * self.trained_parameters) + norms
 
     @property
     def host_bytes(self) -> dict[str, float]:
@@ -480,12 +493,7 @@ class PredictedRun:
         }
         if self.adapter.is_enabled and self.offload == "all":
             by_kind["parameters"] += self.compute_bytes * self.host_elements
-        norms = (
-            NORM_BYTES[self.numerics]
-            * norm_elements(StageSpec(self.llama), 1)
-            / self.hosts
-            * (not self.adapter.is_enabled)
-        )
+        norms = self.wider_norm_bytes * norm_elements(StageSpec(self.llama), 1) / self.hosts
         inputs = self.hidden_bytes * max(self.inputs_on_host(stage) for stage in range(self.pp))
         ranks = min(self.world, self.ranks_per_host)
         extra = {FP32_NORMS: norms * bool(by_kind), IN_TRANSFER: self.transfer_bytes, LAYER_INPUTS: inputs * ranks}
@@ -523,7 +531,7 @@ class PredictedRun:
         return STAGING_SHARE * max(0.0, ram_bytes - sum(self.host_bytes.values())) if ram_bytes else math.inf
 
     @property
-    def update_bytes_per_parameter(self) -> int:
+    def update_bytes_per_parameter(self) -> float:
         """Bytes that an update reads and writes."""
         bf16_copy = 2 * (self.offload == "optimizer")
         return 2 * (self.weight_bytes + self.moment_bytes) + self.gradient_bytes + bf16_copy

@@ -32,6 +32,7 @@ from llama405b.predict.run_shape import PredictedRun, rank_elements
 from llama405b.settings import config
 from llama405b.settings.axes import FULL_RECOMPUTE, Axes, Recompute
 from llama405b.settings.config import with_global_batch
+from llama405b.settings.optimizers import OPTIMIZERS
 from llama405b.settings.schema import (
     BF16_NUMERICS,
     FP32_MASTERS,
@@ -334,9 +335,10 @@ def _describe_twice_hosts(run: PredictedRun) -> str:
 
 def is_runnable(run: PredictedRun, cluster: Cluster) -> bool:
     """Check whether the trainer supports these settings on this cluster."""
-    if cluster.gpu.is_cpu and run.offload != "none":
+    needs_matrices = bool(OPTIMIZERS[run.optimizer].rest)
+    if run.offload != "none" and (cluster.gpu.is_cpu or run.axes.dp_replicate > 1 or needs_matrices):
         return False
-    if run.offload != "none" and run.axes.dp_replicate > 1:
+    if needs_matrices and run.tp > 1:
         return False
     if run.compiled and (
         run.tp * run.cp > 1 or run.has_sublayer_units or "operators" in str(run.recompute) or cluster.gpu.is_cpu
@@ -460,6 +462,8 @@ def format_split(run: PredictedRun) -> str:
 def untested_features(run: PredictedRun) -> str:
     """Return the settings of a run, besides FSDP, that were tested on one GPU at most; '': none."""
     words = [format_split(run)] if run.axes.label or run.keeps_weights else []
+    if run.optimizer != "adamw":
+        words.append(f"--optimizer.kind {run.optimizer}")
     if run.loss == "chunked":
         words.append("--model.loss chunked")
     if run.activations == "host":

@@ -367,7 +367,10 @@ def _optimizer_s(setup: TrainingSetup, rates: Rates, next_forward_s: float) -> f
         per_gpu = (
             setup.update_bytes * setup.trained_share * setup.shape.parameters / (setup.shards * setup.tp * setup.pp)
         )
-        return per_gpu / (setup.gpu.memory_bytes_per_s * rates.memory)
+        products_s = setup.update_flops / (
+            setup.shards * setup.pp * setup.gpu.flops * rates.matmul_share(setup.gpu.name)
+        )
+        return per_gpu / (setup.gpu.memory_bytes_per_s * rates.memory) + products_s
     parameters_per_host, ram = setup.shape.parameters / setup.hosts, setup.gpu.ram_bytes_per_s
     update, norm = (
         n_bytes * setup.trained_share * parameters_per_host / (ram * rates.update)

@@ -196,7 +196,7 @@ ALL_CHANGES = "all"  # allow every change
 STEPS, EPOCHS = "training.max_steps", "training.epochs"
 COMPARED_SETTINGS = (
     *(name for name in SETTING_NAMES.values() if name != "adapter"),
-    *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer)),
+    *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer) if field.name != "kind"),
     STEPS,
     "data.template_date",
 )
@@ -228,6 +228,7 @@ def find_faults(config: Config) -> Iterator[Fault]:
     yield from _check_tracking(config.tracking)
     yield from _check_parallel(config.parallel)
     yield from _check_moments(config.parallel, config.optimizer)
+    yield from _check_optimizer(config.optimizer, config.parallel)
 
 
 def _check_ranges(config: Config) -> Iterator[Fault]:
@@ -526,6 +527,23 @@ def _check_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
     if beta2 > MAX_BETA_BF16:
         reason = f"a step changes second moments by less than BF16 resolves where beta2 is {beta2:g}"
         yield key, f"{reason}; use fp32, or at most {MAX_BETA_BF16}"
+
+
+def _check_optimizer(optimizer: Optimizer, parallel: Parallel) -> Iterator[Fault]:
+    if not optimizer.spec.rest:
+        return
+    for name, unsuitable in (
+        ("tp", parallel.tp > 1),
+        ("offload", parallel.offload != "none"),
+        ("strategy", parallel.is_fsdp1),
+        ("numerics", parallel.numerics == "bf16-stochastic"),
+    ):
+        if unsuitable:
+            value, default = getattr(parallel, name), getattr(Parallel(), name)
+            yield (
+                f"parallel.{name}",
+                f"optimizer {optimizer.kind} needs whole matrices on the device, which {value} does not have; use {default}, or adamw",
+            )
 
 
 def _names_a_document(names: Sequence[str]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from llama405b.contract.errors import UserError, parse_seconds, parse_staging_bytes
 from llama405b.contract.software import DOCS
+from llama405b.settings.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
 from llama405b.settings.strategies import STRATEGIES, FsdpUnit, Strategy, StrategyName
 
 FIRST_INTERVAL_S = 600.0  # before the first save with auto, when the cost of a save is unknown
@@ -123,17 +124,21 @@ ADAPTER_TARGETS = (
 Activations = Literal["device", "host"]
 TRACKERS = ("wandb", "tensorboard")
 VOCAB_CHUNK = 16_384  # vocabulary entries; at least the hidden size, so that their logits take no less than the gradient of hidden states
-# Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
-BYTES_PER_PARAMETER = {
-    **dict.fromkeys(FP32_MASTERS, 4 + 4 + 8),
-    **dict.fromkeys(BF16_NUMERICS, 2 + 2 + 4),
-    "fp32": 4 + 4 + 8,
+STATE_BYTES = {  # of a weight as it is kept, of its gradient, and of a moment
+    **dict.fromkeys(FP32_MASTERS, 4),
+    **dict.fromkeys(BF16_NUMERICS, 2),
+    "fp32": 4,
 }
 COMPUTE_BYTES = {
     **dict.fromkeys(FP32_MASTERS, 2),
     **dict.fromkeys(BF16_NUMERICS, 2),
     "fp32": 4,
 }  # bytes of a gathered parameter
+
+
+def moment_bytes(numerics: Numerics, moments: Moments) -> int:
+    """Return the bytes of one moment of a parameter."""
+    return 2 if moments == "bf16" else STATE_BYTES[numerics]
 
 
 def option(default: Any, text: str) -> Any:
@@ -326,8 +331,12 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Optimizer:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    kind: OptimizerName = option(
+        "adamw",
+        "adamw",
+    )
     lr: float = option(1e-5, "peak learning rate")
     min_lr: float = option(0.0, "learning rate at the end of the decay")
     warmup: float = option(0.0, "steps of linear warmup; below 1: a fraction of the run's steps")
@@ -335,7 +344,7 @@ class Optimizer:
         "cosine", "schedule from lr to min_lr after the warmup; wsd: constant, then falls over the last decay_steps"
     )
     decay_steps: int = option(0, "with wsd: steps of the decay; 0: a tenth of the run's steps")
-    betas: tuple[float, float] = option((0.9, 0.95), "AdamW betas")
+    betas: tuple[float, float] = option((0.9, 0.95), "decay of the moments, of AdamW and Lion")
     eps: float = option(1e-8, "AdamW epsilon")
     weight_decay: float = option(0.1, "applied to matrices, not to vectors (norms)")
     groups: tuple[str, ...] = option(
@@ -345,6 +354,11 @@ class Optimizer:
         "[[optimizer.groups]] with names, lr_factor, weight_decay, frozen",
     )
     max_norm: float = option(1.0, "clip the global gradient norm to this; 0: no clipping")
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What is known of the optimizer."""
+        return OPTIMIZERS[self.kind]
 
     def warmup_steps(self, total_steps: int) -> int:
         """Return the number of warmup steps of a run of ``total_steps``."""
@@ -402,10 +416,9 @@ class Parallel:
     forward_prefetch: bool = option(False, "fsdp1 only")
     limit_all_gathers: bool = option(True, "fsdp1 only")
 
-    @property
-    def state_bytes(self) -> tuple[int, int]:
-        """Bytes per parameter of weights, gradients and moments: on the device and in CPU memory."""
-        total = BYTES_PER_PARAMETER[self.numerics] - 4 * (self.moments == "bf16")
+    def state_bytes(self, n_moments: float) -> tuple[float, float]:
+        """Return the bytes per parameter of weights, gradients and moments: on the device and in CPU memory."""
+        total = 2 * STATE_BYTES[self.numerics] + n_moments * moment_bytes(self.numerics, self.moments)
         return {"none": (total, 0), "optimizer": (2, total), "all": (0, total)}[self.offload]
 
     @property

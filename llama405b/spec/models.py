@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from llama405b.contract.errors import UserError, and_more
 from llama405b.formats.corpus import OWNER_NAME, check_template
-from llama405b.settings.schema import ADAPTER_TARGETS, COMPUTE_BYTES, Adapter, Parallel
+from llama405b.settings.optimizers import OPTIMIZERS, OptimizerName, is_layer_matrix
+from llama405b.settings.schema import ADAPTER_TARGETS, COMPUTE_BYTES, Adapter, Config
 from llama405b.spec.tensors import Layout, TensorInfo, read_header, read_hf_json, read_tensors
 
 
@@ -678,12 +679,24 @@ def n_trained_parameters(llama: Llama, adapter: Adapter) -> int:
     return n_adapter_parameters(llama, adapter) if adapter.is_enabled else llama.parameters
 
 
-def adapter_bytes(llama: Llama, adapter: Adapter, parallel: Parallel) -> tuple[float, float]:
+def moments_per_parameter(llama: Llama, adapter: Adapter, optimizer: OptimizerName) -> float:
+    """Return how many moments a trained parameter has; where some have more than others, the mean."""
+    spec = OPTIMIZERS[optimizer]
+    if not spec.rest:
+        return len(spec.moments)
+    shapes, n_others = lora_shapes(llama, adapter) or llama.tensors(), len(OPTIMIZERS[spec.rest].moments)
+    matrices = sum(math.prod(shape) for name, shape in shapes.items() if is_layer_matrix(name, len(shape)))
+    return n_others - (n_others - len(spec.moments)) * matrices / n_trained_parameters(llama, adapter)
+
+
+def bytes_per_parameter(llama: Llama, config: Config) -> tuple[float, float]:
     """Return the bytes of states per model parameter, on the device and in CPU memory."""
+    adapter, parallel = config.adapter, config.parallel
+    trained = parallel.state_bytes(moments_per_parameter(llama, adapter, config.optimizer.kind))
     if not adapter.is_enabled:
-        return parallel.state_bytes
+        return trained
     share, frozen = n_adapter_parameters(llama, adapter) / llama.parameters, COMPUTE_BYTES[parallel.numerics]
-    device, host = (share * n_bytes for n_bytes in parallel.state_bytes)
+    device, host = (share * n_bytes for n_bytes in trained)
     return (device, host + frozen) if parallel.offload == "all" else (device + frozen, host)
 
 

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llama405b.contract.checkpoints import RunIdentity
+from llama405b.contract.checkpoints import OPTIMIZER, RunIdentity
 from llama405b.contract.errors import UserError, pluralize
 from llama405b.settings.axes import DP_AXES, SHARD_AXES, Axes
+from llama405b.settings.optimizers import ALL_SETTINGS
 from llama405b.settings.rules import ALL_CHANGES, STEPS
 from llama405b.settings.schema import Config, Optimizer, Parallel
 from llama405b.settings.strategies import STRATEGIES
@@ -128,7 +129,7 @@ MOST_WEIGHTS = 0.5  # of the weights
 
 def rounding_note(parallel: Parallel, optimizer: Optimizer) -> str:
     """Return a note on how few BF16 weights a step changes; '' if it changes most."""
-    share = changed_share(optimizer.lr, optimizer.betas[0])
+    share = changed_share(optimizer.lr * optimizer.spec.update_rms(optimizer.betas[0]))
     if parallel.numerics != "pure-bf16" or share > MOST_WEIGHTS:
         return ""
     norms_note = " and none of the norms'" * parallel.is_fsdp1  # which have no FP32 masters there
@@ -138,13 +139,11 @@ def rounding_note(parallel: Parallel, optimizer: Optimizer) -> str:
     )
 
 
-def changed_share(lr: float, beta1: float) -> float:
+def changed_share(update: float) -> float:
     """Return the share of BF16 weights that one step changes, roughly: weights and updates are normal, and independent.
 
-    A weight changes if its update is above half a unit in its last place, 2^-8 of its power of two. An update is lr m / sqrt(v), where
-    m is a running average of gradients, whose variance is (1 - beta1) / (1 + beta1) of theirs if they are noise (AdamW: arXiv 1711.05101).
+    A weight changes if its update is above half a unit in its last place, 2^-8 of its power of two. ``update``: root mean square.
     """
-    update = lr * math.sqrt((1 - beta1) / (1 + beta1))
     return sum(
         (_normal_share_within(2.0 ** (e + 1) / WEIGHT_STD) - _normal_share_within(2.0**e / WEIGHT_STD))
         * (1 - _normal_share_within(2.0 ** (e - 8) / update))
@@ -162,10 +161,12 @@ def update_settings(optimizer: Optimizer, steps: int) -> Mapping[str, Any]:
 
     ``steps``: 0 if unknown.
     """
-    settings = {f"optimizer.{name}": value for name, value in dataclasses.asdict(optimizer).items()}
-    settings |= {
-        f"optimizer.{name}": list(getattr(optimizer, name)) for name in ("betas", "groups")
-    }  # as JSON has them
+    unread = ALL_SETTINGS - {*optimizer.spec.settings}
+    settings = {
+        f"optimizer.{name}": list(value) if isinstance(value, tuple) else value  # as JSON has it
+        for name, value in dataclasses.asdict(optimizer).items()
+        if name not in unread
+    }
     is_decaying = optimizer.decay != "constant" and optimizer.min_lr != optimizer.lr
     if steps > optimizer.warmup_steps(steps) and (is_decaying or 0 < optimizer.warmup < 1):
         settings[STEPS] = steps
@@ -209,6 +210,11 @@ def check_resume_changes(path: str, previous: RunIdentity, current: RunIdentity,
         raise UserError(
             f"--resume: {path} was saved with adapter {changes['adapter']}; set --adapter.kind, .rank, .alpha and .targets back, or "
             "begin another run with another --checkpoint.dir"
+        )
+    if change := changes.get(OPTIMIZER):
+        raise UserError(
+            f"--resume: {path} was saved with another optimizer, whose states differ ({OPTIMIZER} {change}); set it back, or begin "
+            "another run from an export"
         )
     # Steps that follow from other data are accepted with that.
     to_accept = {

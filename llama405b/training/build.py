@@ -52,9 +52,9 @@ from llama405b.model import fused, llama
 from llama405b.model.attention import AttentionChoice, choose_attention
 from llama405b.model.host_inputs import HostInputs, offload_inputs
 from llama405b.model.llama import add_adapters, checkpoint_activations, compute_dtype, read_hf_config
-from llama405b.optim.adamw import master_model
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.offload import pin_for_gradients
+from llama405b.optim.optimizer import master_model
 from llama405b.optim.updater import Updater
 from llama405b.parallel import fsdp, load_weights
 from llama405b.parallel.busy import BusyMeter
@@ -72,9 +72,9 @@ from llama405b.settings.rules import check_groups
 from llama405b.settings.schema import Checkpoint, Config, Data, Evaluation, Model, Parallel, Tracking, Training
 from llama405b.spec import models
 from llama405b.spec.models import (
-    adapter_bytes,
     adapter_flops,
     adapter_label,
+    bytes_per_parameter,
     lora_shapes,
     n_adapter_parameters,
     read_peft,
@@ -355,7 +355,7 @@ def _describe_model(
 ) -> list[str]:
     """Return lines for the log about the model; with training also bytes per parameter, update timing and the cost of rounding."""
     parallel, rank = config.parallel, context.rank
-    size = f" at {sum(adapter_bytes(shape, config.adapter, parallel)):.3g} bytes per parameter" if is_trained else ""
+    size = f" at {sum(bytes_per_parameter(shape, config)):.3g} bytes per parameter" if is_trained else ""
     parameters = f"{shape.parameters:,} parameters"
     if config.adapter.is_enabled:
         parameters += (

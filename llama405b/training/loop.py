@@ -13,7 +13,7 @@ from llama405b.distributed import collectives, ranks
 from llama405b.distributed.host_memory import StepTimer, peak_memory
 from llama405b.extend import HookContext
 from llama405b.model.host_inputs import HostInputs
-from llama405b.optim.adamw import lr_at, set_lr
+from llama405b.optim.optimizer import lr_at, set_lr
 from llama405b.optim.step import NoGradientError, NonFiniteError, SpikeError, StepResult, train_step
 from llama405b.optim.updater import Updater
 from llama405b.parallel.busy import BusyMeter

@@ -44,7 +44,7 @@ def _data(file):
 
 def _train(me, model, file, cache):
     from llama405b.data.batches import BatchLoader, open_batches
-    from llama405b.optim.adamw import set_lr
+    from llama405b.optim.optimizer import set_lr
     from llama405b.optim.step import train_step
     from llama405b.parallel.passes import MicrobatchLoop
     from llama405b.settings.axes import MicrobatchSplit

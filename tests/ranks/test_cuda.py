@@ -14,9 +14,9 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
     from llama405b.distributed import ranks
     from llama405b.model import llama
     from llama405b.model.llama import checkpoint_activations
-    from llama405b.optim.adamw import master_model
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.offload import pin_for_gradients
+    from llama405b.optim.optimizer import master_model
     from llama405b.optim.step import train_step
     from llama405b.parallel import fsdp, load_weights
     from llama405b.parallel.passes import MicrobatchLoop

@@ -17,7 +17,7 @@ FORMS = {
 
 
 def _steps(me, module, updater, steps):
-    from llama405b.optim.adamw import set_lr
+    from llama405b.optim.optimizer import set_lr
     from llama405b.optim.step import train_step
     from llama405b.parallel.passes import MicrobatchLoop
 

@@ -77,6 +77,7 @@ def train(
     lr=LR,
     groups=(),
     adapter=None,
+    optimizer="adamw",
 ):
     """Train; returns each step's loss and norm, and the whole weights afterwards."""
     from llama405b.distributed.ranks import with_mesh
@@ -89,9 +90,9 @@ def train(
     loss = settings.pop("loss", "full")
     parallel = Parallel(numerics="fp32", **settings)
     me = with_mesh(me, parallel)
-    optimizer = Optimizer(lr=lr, groups=groups)
+    settings_of = Optimizer(kind=optimizer, lr=lr, groups=groups)
     model, passes, updater = build(
-        me, directory, parallel, optimizer, dtype, recompute=recompute, adapter=adapter, loss=loss
+        me, directory, parallel, settings_of, dtype, recompute=recompute, adapter=adapter, loss=loss
     )
     if activations == "host":
         keep_on_host(me, directory, model, parallel, recompute, micro, dtype)
@@ -185,8 +186,12 @@ def single(
     lr=LR,
     frozen=lambda _: False,
     adapted=lambda model: model,
+    optimizers=None,
 ):
-    """The same steps in this process alone, by plain PyTorch. ``adapted``: returns the model to train instead."""
+    """The same steps in this process alone, by plain PyTorch. ``adapted``: returns the model to train instead.
+
+    ``optimizers``: returns what updates it, by parameters' names and the learning rate; None: AdamW.
+    """
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM
 
@@ -197,7 +202,9 @@ def single(
     vectors = [p for name, p in named.items() if "norm" in name or name.endswith(".bias")]
     matrices = [p for name, p in named.items() if "norm" not in name and not name.endswith(".bias")]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    updating = [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)]
+    if optimizers:
+        updating = optimizers(named, lr)
     results = []
     for step in range(steps):
         batch = packed(step)
@@ -208,8 +215,9 @@ def single(
             (nll / n_targets).backward()
             loss += float(nll) / n_targets
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in updating:
+            optimizer.step()
+        model.zero_grad()
         results.append((loss, float(norm)))
     return results, {name: p.detach().clone() for name, p in model.named_parameters()}
 

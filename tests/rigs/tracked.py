@@ -33,8 +33,8 @@ from llama405b.model.llama import (
     freeze,
     tie_head,
 )
-from llama405b.optim.adamw import build_optimizer, init_moments, master_model
 from llama405b.optim.offload import OptimizerOffload
+from llama405b.optim.optimizer import build_optimizer, init_moments, master_model
 from llama405b.optim.updater import local_tensor
 from llama405b.parallel.fsdp import make_device_mesh, shard_dtype, shard_model
 from llama405b.parallel.passes import build_forward_backward

@@ -28,12 +28,13 @@ def build(
     offload="all",
     numerics="",
     masters=True,
+    optimizer="adamw",
     **more,
 ):
     from llama405b.model import llama
     from llama405b.model.llama import checkpoint_activations
-    from llama405b.optim.adamw import master_model
     from llama405b.optim.build_updater import build_updater
+    from llama405b.optim.optimizer import master_model
     from llama405b.parallel import fsdp, load_weights
     from llama405b.settings.schema import Optimizer, Parallel
 
@@ -47,11 +48,11 @@ def build(
     load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=True)
     load_weights.materialize(module, me)
     checkpoint_activations(module)
-    return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, master=master)
+    return module, build_updater(module, Optimizer(kind=optimizer, lr=3e-3), parallel, me.device, master=master)
 
 
 def take(me, module, updater, step, accumulation=1, max_norm=0.5, **more):
-    from llama405b.optim.adamw import set_lr
+    from llama405b.optim.optimizer import set_lr
     from llama405b.optim.step import train_step
     from llama405b.parallel.passes import MicrobatchLoop
 
@@ -76,7 +77,7 @@ def bits(module, updater):
         found[name] = [
             rounded,
             local_tensor(parameter),
-            *(local_tensor(state[key]) for key in ("exp_avg", "exp_avg_sq", "step")),
+            *(local_tensor(state[key]) for key in sorted(state)),
         ]
     return {name: [tensor.detach().clone() for tensor in tensors] for name, tensors in found.items()}
 

@@ -39,8 +39,8 @@ def test_weights_go_up_after_what_wrote_their_memory_before(standin, tiny):
 def _sync_weights(directory):
     from llama405b.distributed import ranks
     from llama405b.model import llama
-    from llama405b.optim.adamw import master_model, master_pairs
     from llama405b.optim.build_updater import build_updater
+    from llama405b.optim.optimizer import master_model, master_pairs
     from llama405b.optim.updater import local_tensor
     from llama405b.parallel import fsdp, load_weights
     from llama405b.settings.schema import Optimizer, Parallel

@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama405b.optim import adamw
-from llama405b.optim.adamw import build_optimizer, lr_at, set_lr
+from llama405b.optim import optimizer
+from llama405b.optim.optimizer import build_optimizer, lr_at, set_lr, update_group
 from llama405b.settings.schema import Optimizer
 
 
@@ -28,23 +28,23 @@ def test_linear_and_constant():
 
 
 def test_rounded_moments_are_updated_chunk_by_chunk_as_in_fp32(monkeypatch):
-    monkeypatch.setattr(adamw, "CHUNK", 64)
+    monkeypatch.setattr(optimizer, "CHUNK", 64)
     torch.manual_seed(0)
-    settings = adamw.AdamWParams(1e-2, (0.9, 0.95), 0.1, 1e-8)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
     weight, gradient = torch.randn(10, 31), torch.randn(10, 31)
     by_torch = torch.nn.Parameter(weight.clone())
     ours = torch.nn.Parameter(weight.clone())
     state = {"step": torch.zeros(())} | {
         name: torch.zeros_like(weight, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")
     }
-    optimizer = torch.optim.AdamW([by_torch], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    reference = torch.optim.AdamW([by_torch], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for step in range(1, 4):
         by_torch.grad = gradient * step
-        optimizer.step()
+        reference.step()
         with torch.no_grad():
-            adamw.update_adamw([ours], [state], [gradient * step], settings)
+            update_group([ours], [state], [gradient * step], settings)
         for name in ("exp_avg", "exp_avg_sq"):  # what torch would have, had it rounded its moments
-            exact = optimizer.state[by_torch][name]
+            exact = reference.state[by_torch][name]
             exact.copy_(exact.to(torch.bfloat16))
             assert torch.equal(state[name].float(), exact)
         assert torch.equal(ours, by_torch)
@@ -60,12 +60,10 @@ def test_groups_have_a_rate_and_decay_of_their_own():
         "*layers.1.* lr_factor=0",
         "*layernorm* weight_decay=0.3",
     )
-    optimizer = build_optimizer(model, Optimizer(lr=1.0, weight_decay=0.1, groups=groups))
-    set_lr(optimizer, 2.0)
+    built = build_optimizer(model, Optimizer(lr=1.0, weight_decay=0.1, groups=groups))
+    set_lr(built, 2.0)
     named = {id(p): name for name, p in model.named_parameters()}
-    of = {
-        named[id(p)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
-    }
+    of = {named[id(p)]: (group["lr"], group["weight_decay"]) for group in built.param_groups for p in group["params"]}
     assert set(of) == set(named.values())
     assert of["model.embed_tokens.weight"] == (1.0, 0.0)
     assert (of["model.layers.0.mlp.up_proj.weight"], of["model.norm.weight"]) == ((2.0, 0.1), (2.0, 0.0))
@@ -76,6 +74,6 @@ def test_groups_have_a_rate_and_decay_of_their_own():
     assert of["model.layers.0.input_layernorm.weight"] == (2.0, 0.3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     sum(p.square().sum() for p in model.parameters()).backward()
-    optimizer.step()
+    built.step()
     still = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
     assert still == {name for name in before if "layers.1." in name}

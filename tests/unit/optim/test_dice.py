@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llama405b.optim.adamw import LocalElements, RoundingNoise
+from llama405b.optim.optimizer import LocalElements, RoundingNoise
 
 
 def rounded(wide_C, elements=None, step=3, first=0):

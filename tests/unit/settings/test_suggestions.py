@@ -48,7 +48,7 @@ def test_what_other_programs_call_it_is_told_in_our_words(typed, said):
     assert said in refusal(typed, "1")
 
 
-@pytest.mark.parametrize("typed", ["--foo", "--hidden", "--optimizer.momentum"])
+@pytest.mark.parametrize("typed", ["--foo", "--hidden", "--optimizer.nesterov"])
 def test_what_is_like_nothing_is_not_guessed_at(typed):
     assert "did you mean" not in refusal(typed, "1")
 

@@ -138,11 +138,10 @@ def test_a_target_that_is_none_here_is_named(tmp_path, llama):
 @pytest.mark.parametrize(("offload", "expected"), [("none", (2, 0)), ("all", (0, 2))])
 def test_states_are_frozen_weights_and_what_adapters_take(llama, offload, expected):
     share = models.n_adapter_parameters(llama, LORA) / llama.parameters
-    found = models.adapter_bytes(llama, LORA, Parallel(offload=offload))
+    config = Config(parallel=Parallel(offload=offload))
+    found = models.bytes_per_parameter(llama, dataclasses.replace(config, adapter=LORA))
     assert found == pytest.approx([base + share * 16 * bool(base) for base in expected])
-    assert models.adapter_bytes(llama, Adapter(), Parallel(offload=offload)) == (
-        (16, 0) if offload == "none" else (0, 16)
-    )
+    assert models.bytes_per_parameter(llama, config) == ((16, 0) if offload == "none" else (0, 16))
 
 
 def test_one_of_another_model_is_refused(tmp_path, llama):

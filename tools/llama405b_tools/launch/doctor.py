@@ -19,7 +19,7 @@ from llama405b.predict.search import can_predict, find_model_shape, resolve_auto
 from llama405b.settings import config
 from llama405b.settings.axes import Axes
 from llama405b.settings.schema import Checkpoint, Config
-from llama405b.spec.models import adapter_bytes
+from llama405b.spec.models import bytes_per_parameter
 from llama405b.spec.probes import DEEP_PROBES, Figure, Probe, ProbeResult
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Fleet, JsonSession
@@ -68,8 +68,7 @@ def estimate_requirements(settings: Config | None, preset: str, hosts: Sequence[
     needs = dataclasses.replace(needs, mesh=axes.label)
     n_elements = run_shape.rank_elements(llama, axes, 0, settings.parallel.virtual_stages)
     on_device, on_host = (
-        int(bytes_per_element * n_elements)
-        for bytes_per_element in adapter_bytes(llama, settings.adapter, settings.parallel)
+        int(bytes_per_element * n_elements) for bytes_per_element in bytes_per_parameter(llama, settings)
     )
     if not needs.uses_gpus:
         return dataclasses.replace(needs, ram_bytes=(on_device + on_host) * max_slots)

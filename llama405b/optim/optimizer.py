@@ -1,0 +1,301 @@
+"""Optimizers: parameter groups, learning-rate schedule, FP32 master weights, and stochastic rounding to BF16.
+
+``RULES`` and ``settings.optimizers`` are all that differs between optimizers.
+Master weights have the names and shards of the model, but no forward.
+
+Stochastic rounding goes up or down with probabilities that preserve the mean, so that updates below BF16's resolution are not lost. The
+random bits are a hash of the tensor's name, the element's index in the full tensor, and the step. An element is therefore rounded the
+same way on any number of ranks and after a resume. Knows parameters and step numbers; not files, flags or ranks.
+
+Shape suffix: C elements of a chunk.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from llama405b.model.llama import strip_wrappers
+from llama405b.optim.adamw import update_adamw
+from llama405b.optim.updater import GroupParams, State, UpdateRule, local_tensor
+from llama405b.settings.optimizers import OPTIMIZERS, OptimizerName, is_layer_matrix
+from llama405b.settings.rules import ParameterGroup, find_group
+from llama405b.settings.schema import Numerics, Optimizer, Parallel
+
+DROPPED_BITS = 0xFFFF  # mantissa bits of FP32 that BF16 drops
+GOLDEN = -1640531527  # 2^32 over the golden ratio, as an int32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalElements:
+    """The elements of a full tensor that this rank has: a range of rows and, of each row, a range of columns."""
+
+    key: int  # identifies the tensor: 32 bits of its name
+    row: int = 0
+    column: int = 0
+    width: int = 1  # elements in a row of the local shard
+    full_width: int = 1  # elements in a row of the full tensor
+
+    @classmethod
+    def from_parameter(cls, name: str, parameter: nn.Parameter) -> "LocalElements":
+        """Return the elements of a parameter that this rank has; ``name`` is its name in the checkpoint."""
+        shape, begin = tuple(parameter.shape), (0,) * parameter.dim()
+        local_shape = shape
+        if isinstance(parameter, DTensor):
+            local_shape, begin = compute_local_shape_and_global_offset(
+                shape, parameter.device_mesh, parameter.placements
+            )
+        column = begin[1] if len(shape) > 1 else 0
+        return cls(zlib.crc32(name.encode()), begin[0], column, math.prod(local_shape[1:]), math.prod(shape[1:]))
+
+    def global_indices(self, first: int, last: int, device: torch.device) -> Tensor:
+        """Return the indices in the full tensor of local elements ``first`` to ``last``, as int32 that may wrap around."""
+        local_C = torch.arange(first, last, device=device)
+        if self.width == self.full_width:
+            return local_C.add_(self.row * self.full_width).to(torch.int32)
+        rows_C = local_C.div(self.width, rounding_mode="floor").add_(self.row)
+        return (rows_C * self.full_width + local_C % self.width + self.column).to(torch.int32)
+
+
+class RoundingNoise:
+    """Random bits for one chunk of elements in one step: 16 bits for each of three tensors (weights and two moments)."""
+
+    def __init__(self, elements: LocalElements, first: int, last: int, step: Tensor) -> None:
+        """``step``: the step number as a tensor on the device of the elements, so that the host does not wait for it."""
+        seed_C = _hash_bits(elements.global_indices(first, last, step.device) ^ _to_int32(elements.key))
+        self.bits_C = _hash_bits(seed_C ^ _hash_bits(step.to(torch.int32)))
+
+    def round_(self, out_C: Tensor, fp32_C: Tensor) -> None:
+        """Round FP32 values stochastically to BF16; each call uses fresh bits."""
+        noisy_C = fp32_C.view(torch.int32) + (self.bits_C & DROPPED_BITS)
+        out_C.copy_((noisy_C & ~DROPPED_BITS).view(torch.float32))
+        self.bits_C = _hash_bits(self.bits_C + GOLDEN)
+
+
+def _hash_bits(x_C: Tensor) -> Tensor:
+    """Mix 32 bits (Wellons' lowbias32: shifts by 16, 15, 16 and two products)."""
+    # PyTorch shifts int32 arithmetically, so the masks clear the copies of the sign bit.
+    x_C = x_C ^ ((x_C >> 16) & 0xFFFF)
+    x_C = x_C * 0x7FEB352D
+    x_C = x_C ^ ((x_C >> 15) & 0x1FFFF)
+    x_C = x_C * _to_int32(0x846CA68B)
+    return x_C ^ ((x_C >> 16) & 0xFFFF)
+
+
+def _to_int32(number: int) -> int:
+    """Return the low 32 bits of a number as a signed int32."""
+    number &= 0xFFFFFFFF
+    return number - (1 << 32) if number >= 1 << 31 else number
+
+
+def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
+    """Return the module whose parameters are the stored weights: ``model``, or FP32 masters on the meta device.
+
+    In pure BF16 only norms have masters; all other parameters are the model's own. Norm weights are near 1, where BF16 would lose
+    every update at usual learning rates. ``model``: sharded by FSDP2 and not yet wrapped for activation checkpointing.
+    """
+    if parallel.offload != "optimizer" and not parallel.is_bf16:
+        return model
+    master = nn.Module()
+    master.config = model.config
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        *path, leaf = strip_wrappers(name).split(".")
+        owner = master
+        for child in path:
+            if not hasattr(owner, child):
+                owner.add_module(child, nn.Module())
+            owner = owner.get_submodule(child)
+        if parallel.offload == "optimizer" or (is_norm(name) and parameter.requires_grad):
+            parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32), parameter.requires_grad)
+        owner.register_parameter(leaf, parameter)
+    return master
+
+
+def is_norm(name: str) -> bool:
+    """Return whether a parameter belongs to a norm, by its name: FSDP1 flattens parameters, so their dimensions do not tell."""
+    return "norm" in name
+
+
+def master_pairs(model: nn.Module, master: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Yield ``(weight, master)`` for each weight of the model that has a master."""
+    masters = {strip_wrappers(name): master for name, master in master.named_parameters()}
+    for name, weight in model.named_parameters():
+        if (master := masters[strip_wrappers(name)]) is not weight:
+            yield weight, master
+
+
+CHUNK = 1 << 20  # elements converted to FP32 at a time; a multiple of 16, or the last bits differ
+DEFAULT_GROUP = ParameterGroup("")  # for parameters that no configured group matches
+RULES: dict[OptimizerName, UpdateRule] = {"adamw": update_adamw}  # of elementwise optimizers
+
+
+class OtherOptimizer(torch.optim.Optimizer):
+    """Groups and states of an optimizer that torch does not have, or has for whole matrices; ``update_group`` updates."""
+
+    def step(self, _: Any = None) -> None:
+        """Create the states, as ``torch.optim.AdamW`` does with zero gradients; a checkpoint asks for it."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                init_moments(self, parameter, parameter.dtype)
+
+
+def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+    """Build the optimizer over the shards (on the CPU if offloaded): torch's fused AdamW, or the groups of another.
+
+    Weight decay applies to matrices and not to vectors, unless a configured group says otherwise.
+    """
+    custom_groups = [ParameterGroup.parse(text) for text in config.groups]
+    spec = OPTIMIZERS[config.kind]
+    members: dict[tuple[float, float, bool, OptimizerName], list[nn.Parameter]] = {}
+    if config.kind == "adamw":  # groups of a checkpoint have this order
+        members = {(config.weight_decay, 1.0, False, "adamw"): [], (0.0, 1.0, True, "adamw"): []}
+    for name, parameter in trainable_parameters(model).items():
+        is_vector = is_norm(name) or name.endswith(".bias")
+        group = find_group(custom_groups, strip_wrappers(name)) or DEFAULT_GROUP
+        decay = config.weight_decay * (not is_vector) if group.weight_decay is None else group.weight_decay
+        updated_by = config.kind
+        if spec.rest and not is_layer_matrix(strip_wrappers(name), parameter.dim()):
+            updated_by = spec.rest
+        members.setdefault((decay, group.lr_factor, is_vector, updated_by), []).append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": decay, "lr": config.lr * factor, "lr_factor": factor}
+        | ({} if config.kind == "adamw" else {"optimizer": updated_by})
+        for (decay, factor, _, updated_by), parameters in members.items()
+    ]
+    if config.kind == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    own = {name: getattr(config, name) for name in spec.settings}
+    return OtherOptimizer(groups, {"lr": config.lr, "weight_decay": config.weight_decay} | own)
+
+
+def optimizer_name(group: Mapping[str, Any]) -> OptimizerName:
+    """Return what updates a parameter group."""
+    name: OptimizerName = group.get("optimizer", "adamw")
+    return name
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def lr_at(step: int, total_steps: int, config: Optimizer) -> float:
+    """Return the learning rate of a step, counted from 1.
+
+    Warmup is linear from 0; then ``min_lr + (lr - min_lr) * f``, where f falls from 1 to 0 at ``total_steps`` as the
+    half cosine of Loshchilov & Hutter (arXiv 1608.03983) or a line, or stays 1. With wsd, f stays 1 until the decay
+    steps at the end; there it is 1 minus the square root of the fraction of decay steps taken (arXiv 2405.18392).
+    """
+    warmup_steps = config.warmup_steps(total_steps)
+    if step <= warmup_steps:
+        return config.lr * step / warmup_steps
+    decay_steps = total_steps - warmup_steps
+    if config.decay == "wsd":
+        decay_steps = min(decay_steps, config.decay_steps or math.ceil(total_steps / 10))
+    decay_progress = min(1.0, max(0.0, (step - (total_steps - decay_steps)) / max(1, decay_steps)))
+    factor = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * decay_progress)),
+        "linear": 1 - decay_progress,
+        "constant": 1.0,
+        "wsd": 1 - math.sqrt(decay_progress),
+    }[config.decay]
+    return config.min_lr + (config.lr - config.min_lr) * factor
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate for the next update: ``lr`` times the factor of each group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)
+
+
+def group_params(optimizer: torch.optim.Optimizer) -> list[GroupParams]:
+    """Return a copy of each group's hyperparameters: the optimizer's own may change before the update runs."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the local tensors of parameters: weights, moments and step counts."""
+    return [local_tensor(tensor) for p in parameters for tensor in (p.detach(), *optimizer.state.get(p, {}).values())]
+
+
+def ignore_update(_: Sequence[Tensor]) -> None:
+    """Do nothing before tensors change (the default of ``Updater.before_update``)."""
+
+
+def init_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Create zero moments for a parameter, as an optimizer does in its first step."""
+    [group] = [group for group in optimizer.param_groups if any(member is parameter for member in group["params"])]
+    moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in OPTIMIZERS[optimizer_name(group)].moments}
+    optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)} | moments
+
+
+def update_group(
+    parameters: Sequence[nn.Parameter],
+    states: Sequence[State],
+    gradients: Sequence[Tensor],
+    params: GroupParams,
+    elements_by_id: Mapping[int, LocalElements] | None = None,
+) -> None:
+    """Update the local tensors of parameters of one group, bypassing DTensor's dispatch.
+
+    Gradients are converted to the dtype of the weights. Moments of another dtype than the weights are converted to FP32 and back, chunk
+    by chunk, as a fused kernel takes a single dtype.
+    ``elements_by_id``: the elements, by ``id(parameter)``, of parameters to round stochastically; these also pass through FP32.
+    """
+    name = optimizer_name(params)
+    if not parameters:
+        return
+    if elements_by_id:
+        for parameter, state, gradient in zip(parameters, states, gradients, strict=True):
+            if elements := elements_by_id.get(id(parameter)):
+                _update_with_rounding(local_tensor(parameter), state, gradient, params, elements)
+            else:
+                update_group([parameter], [state], [gradient], params)
+        return
+    weights = [local_tensor(parameter) for parameter in parameters]
+    gradients = [gradient.to(weight.dtype) for gradient, weight in zip(gradients, weights, strict=True)]
+    moments = [[local_tensor(state[moment]) for state in states] for moment in OPTIMIZERS[name].moments]
+    steps = [state["step"] for state in states]
+    if moments[0][0].dtype == weights[0].dtype:
+        RULES[name](weights, gradients, moments, steps, params)
+        return
+    for weight, gradient, step, *own_moments in zip(weights, gradients, steps, *moments, strict=True):
+        chunks = [tensor.view(-1).split(CHUNK) for tensor in (weight, gradient, *own_moments)]
+        for w_C, g_C, *moments_C in zip(*chunks, strict=True):
+            wide_C = [moment_C.float() for moment_C in moments_C]
+            # On a copy: the kernel increments the step, once per chunk.
+            RULES[name]([w_C], [g_C], [[moment_C] for moment_C in wide_C], [step.clone()], params)
+            for stored_C, computed_C in zip(moments_C, wide_C, strict=True):
+                stored_C.copy_(computed_C)
+        step += 1
+
+
+def _update_with_rounding(
+    weight: Tensor, state: State, gradient: Tensor, params: GroupParams, elements: LocalElements
+) -> None:
+    """Update one parameter in FP32, chunk by chunk; round its weight and moments stochastically."""
+    name = optimizer_name(params)
+    tensors = [weight, *(local_tensor(state[moment]) for moment in OPTIMIZERS[name].moments)]
+    begin = 0
+    for g_C, *chunk in zip(*(tensor.reshape(-1).split(CHUNK) for tensor in (gradient, *tensors)), strict=True):
+        w32_C, *moments32_C = (tensor.float() for tensor in chunk)
+        RULES[name]([w32_C], [g_C.float()], [[m32_C] for m32_C in moments32_C], [state["step"].clone()], params)
+        noise = RoundingNoise(elements, begin, begin + len(g_C), state["step"])
+        for out_C, fp32_C in zip(chunk, (w32_C, *moments32_C), strict=True):
+            noise.round_(out_C, fp32_C)
+        begin += len(g_C)
+    state["step"] += 1
+
+
+def stochastic_elements(master: nn.Module, numerics: Numerics) -> dict[int, LocalElements]:
+    """Return the elements to round stochastically, by ``id(parameter)``: BF16 parameters if ``numerics`` is bf16-stochastic."""
+    if numerics != "bf16-stochastic":
+        return {}
+    named_parameters = ((strip_wrappers(name), parameter) for name, parameter in master.named_parameters())
+    return {id(p): LocalElements.from_parameter(name, p) for name, p in named_parameters if p.dtype == torch.bfloat16}

@@ -1,0 +1,39 @@
+"""The optimizers by name: what each keeps of a parameter, and which settings it reads. Standard library only.
+
+An elementwise optimizer treats each element by itself, so any mesh and any place of its state will do. A matrix optimizer needs the whole
+matrix of a layer on one device; what is no such matrix is updated by another.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+OptimizerName = Literal["adamw"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """What is known of an optimizer without torch."""
+
+    moments: tuple[str, ...]  # states as large as the parameter, by their names in checkpoints
+    settings: tuple[str, ...]  # of ``Optimizer``, which it reads beside those of the schedule
+    rms: float = 0.0  # root mean square of an update, in learning rates; 0: it follows from the first of betas
+    rest: OptimizerName | None = None  # of a matrix optimizer: what updates all else
+
+    def update_rms(self, beta1: float) -> float:
+        """Return the root mean square of an update, in learning rates, where gradients are noise.
+
+        AdamW's m / sqrt(v): m is a running average, whose variance is (1 - beta1) / (1 + beta1) of theirs (arXiv 1711.05101).
+        """
+        return self.rms or math.sqrt((1 - beta1) / (1 + beta1))
+
+
+OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
+    "adamw": OptimizerSpec(("exp_avg", "exp_avg_sq"), ("betas", "eps")),
+}
+ALL_SETTINGS = {name for spec in OPTIMIZERS.values() for name in spec.settings}
+
+
+def is_layer_matrix(name: str, n_dimensions: int) -> bool:
+    """Check whether a matrix optimizer updates a parameter: a matrix of a decoder layer, by its name in the checkpoint."""
+    return n_dimensions == 2 and name.startswith("model.layers.")
