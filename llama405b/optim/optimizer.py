@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from llama405b.model.llama import strip_wrappers
 from llama405b.optim.adamw import update_adamw
+from llama405b.optim.lion import update_lion
 from llama405b.optim.updater import GroupParams, State, UpdateRule, local_tensor
 from llama405b.settings.optimizers import OPTIMIZERS, OptimizerName, is_layer_matrix
 from llama405b.settings.rules import ParameterGroup, find_group
@@ -132,7 +133,7 @@ def master_pairs(model: nn.Module, master: nn.Module) -> Iterator[tuple[nn.Param
 
 CHUNK = 1 << 20  # elements converted to FP32 at a time; a multiple of 16, or the last bits differ
 DEFAULT_GROUP = ParameterGroup("")  # for parameters that no configured group matches
-RULES: dict[OptimizerName, UpdateRule] = {"adamw": update_adamw}  # of elementwise optimizers
+RULES: dict[OptimizerName, UpdateRule] = {"adamw": update_adamw, "lion": update_lion}  # of elementwise optimizers
 
 
 class OtherOptimizer(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Literal
 
-OptimizerName = Literal["adamw"]
+OptimizerName = Literal["adamw", "lion"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class OptimizerSpec:
 
 OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
     "adamw": OptimizerSpec(("exp_avg", "exp_avg_sq"), ("betas", "eps")),
+    "lion": OptimizerSpec(("exp_avg",), ("betas",), rms=1.0),
 }
 ALL_SETTINGS = {name for spec in OPTIMIZERS.values() for name in spec.settings}
 

@@ -335,7 +335,7 @@ class Optimizer:
 
     kind: OptimizerName = option(
         "adamw",
-        "adamw",
+        "adamw; lion: the sign of an averaged gradient, with one moment instead of two",
     )
     lr: float = option(1e-5, "peak learning rate")
     min_lr: float = option(0.0, "learning rate at the end of the decay")
