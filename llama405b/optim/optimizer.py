@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from llama405b.model.llama import strip_wrappers
 from llama405b.optim.adamw import update_adamw
 from llama405b.optim.lion import update_lion
+from llama405b.optim.muon import update_muon
 from llama405b.optim.updater import GroupParams, State, UpdateRule, local_tensor
 from llama405b.settings.optimizers import OPTIMIZERS, OptimizerName, is_layer_matrix
 from llama405b.settings.rules import ParameterGroup, find_group
@@ -251,6 +252,9 @@ def update_group(
     """
     name = optimizer_name(params)
     if not parameters:
+        return
+    if name not in RULES:
+        update_muon(parameters, states, gradients, params)
         return
     if elements_by_id:
         for parameter, state, gradient in zip(parameters, states, gradients, strict=True):

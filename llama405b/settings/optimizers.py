@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Literal
 
-OptimizerName = Literal["adamw", "lion"]
+OptimizerName = Literal["adamw", "lion", "muon"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class OptimizerSpec:
 OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
     "adamw": OptimizerSpec(("exp_avg", "exp_avg_sq"), ("betas", "eps")),
     "lion": OptimizerSpec(("exp_avg",), ("betas",), rms=1.0),
+    "muon": OptimizerSpec(("momentum_buffer",), ("momentum", "betas", "eps"), rms=0.2, rest="adamw"),
 }
 ALL_SETTINGS = {name for spec in OPTIMIZERS.values() for name in spec.settings}
 

@@ -335,7 +335,8 @@ class Optimizer:
 
     kind: OptimizerName = option(
         "adamw",
-        "adamw; lion: the sign of an averaged gradient, with one moment instead of two",
+        "adamw; lion: the sign of an averaged gradient, with one moment instead of two; muon: orthogonal updates of layers' matrices, and "
+        "adamw for all else",
     )
     lr: float = option(1e-5, "peak learning rate")
     min_lr: float = option(0.0, "learning rate at the end of the decay")
@@ -346,6 +347,7 @@ class Optimizer:
     decay_steps: int = option(0, "with wsd: steps of the decay; 0: a tenth of the run's steps")
     betas: tuple[float, float] = option((0.9, 0.95), "decay of the moments, of AdamW and Lion")
     eps: float = option(1e-8, "AdamW epsilon")
+    momentum: float = option(0.95, "decay of Muon's momentum")
     weight_decay: float = option(0.1, "applied to matrices, not to vectors (norms)")
     groups: tuple[str, ...] = option(
         (),
