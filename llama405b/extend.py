@@ -4,6 +4,9 @@
 
     def metrics(context) -> Mapping[str, float]       # after each step: added to metrics.jsonl and to trackers
     def loss(logits_TV, targets_T) -> Tensor         # replaces cross-entropy: the sum over the tokens
+    class Loss:                                       # or, of whole documents, see ``model.head.Loss``:
+        def count(self, batch) -> Tensor              #   how many terms a batch has
+        def loss(self, output, batch) -> Tensor       #   their sum
     READS = ("*.pgn",)
     def documents(path) -> Iterator[str | dict]      # of files that READS matches: texts, or records as in JSON Lines
     EVERY = 100
@@ -30,13 +33,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.extension import ExtensionModule, read_extension
+from llama405b.contract.extension import LOSS_CLASS, ExtensionModule, read_extension
 from llama405b.contract.records import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-LossFunction = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,13 +64,13 @@ class Extension:
     module: ModuleType | None = None
 
     @property
-    def loss(self) -> LossFunction | None:
-        """The function that computes the loss; None: cross-entropy."""
-        return self._loss if "loss" in self.declared.functions else None
+    def has_loss(self) -> bool:
+        """Whether the module defines a loss; see ``model.head.UserLoss``."""
+        return not {"loss", LOSS_CLASS}.isdisjoint(self.declared.functions)
 
     def metrics(self, context: HookContext) -> dict[str, float]:
         """Return the user's metrics of a step; omit numbers that are not finite."""
-        result = self._call("metrics", context)
+        result = self.call("metrics", context)
         if result is None:
             return {}
         if not isinstance(result, Mapping) or not all(
@@ -83,30 +84,34 @@ class Extension:
     def after_step(self, context: HookContext) -> None:
         """Call ``every`` if the step is a multiple of EVERY."""
         if self.declared.every and context.step % self.declared.every == 0:
-            self._call("every", context)
+            self.call("every", context)
 
     def saved(self, context: HookContext, path: Path) -> None:
         """Call ``saved`` for a complete checkpoint."""
-        self._call("saved", context, path)
+        self.call("saved", context, path)
 
     def evaluated(self, context: HookContext, loss: float | None) -> None:
         """Call ``evaluated`` after an evaluation; ``loss`` None: it is not finite."""
-        self._call("evaluated", context, loss)
+        self.call("evaluated", context, loss)
 
     def documents(self, path: Path) -> Iterator[Any]:
         """Yield the documents that the module reads from a file."""
         with self._blame_module("documents"):
             yield from self.module.documents(path)  # type: ignore[union-attr]
 
-    def _loss(self, logits_TV: "Tensor", targets_T: "Tensor") -> "Tensor":
-        result: Tensor = self._call("loss", logits_TV, targets_T)
+    def call_scalar(self, name: str, function: Callable[..., "Tensor"], *args: Any) -> "Tensor":
+        """Call a function of the module that returns one number as a tensor."""
+        with self._blame_module(name):
+            result = function(*args)
         if getattr(result, "shape", None) != ():
+            shown = " ".join(str(result).split())[:80]
             raise RunError(
-                f"{self.declared.path}: loss() returned {str(result)[:80]}; return a tensor with one number, the sum over tokens"
+                f"{self.declared.path}: {name}() returned {shown}; return a tensor with one number, a sum over the batch"
             )
         return result
 
-    def _call(self, function: str, *args: Any) -> Any:
+    def call(self, function: str, *args: Any) -> Any:
+        """Call a function of the module, if it has one of this name."""
         if function not in self.declared.functions:
             return None
         with self._blame_module(function):

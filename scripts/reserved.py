@@ -324,10 +324,10 @@ def leave_out(*, on_host):
 
 def passes_of(setting, module):
     """Return the trainer's own forwards and backwards."""
-    from llama405b.model.head import make_head_loss
+    from llama405b.model.head import build_loss
     from llama405b.parallel.passes import MicrobatchLoop
 
-    return MicrobatchLoop(module, setting.world, loss=make_head_loss(setting.loss, module.lm_head))
+    return MicrobatchLoop(module, setting.world, loss=build_loss(setting.loss, module.lm_head))
 
 
 def take_step(setting, passes, update, me):

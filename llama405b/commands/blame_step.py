@@ -97,15 +97,15 @@ def measure_document(
     All ranks must call it. It does not change the weights.
     """
     trained = _build_batch(batches, document, rank, is_trained=True)
-    n_targets = int(all_reduce_sum(passes.n_targets(trained)))
-    if not n_targets:
+    n_terms, n_targets = (int(count) for count in all_reduce_sum(passes.count(trained)).tolist())
+    if not n_terms:
         return None
-    nll = passes.train([trained], n_targets, updater, lambda _: None)
-    loss = float(all_reduce_sum(nll)) / n_targets
+    nll = passes.train([trained], n_terms, updater, lambda _: None)
+    loss = float(all_reduce_sum(nll)) / n_terms
     norm = updater.clip(0.0)  # 0: no clipping, only the norm
     updater.zero_grad()
     untrained = _build_batch(batches, document, rank, is_trained=False)
-    n_untrained = int(all_reduce_sum(passes.n_targets(untrained)))
+    n_untrained = int(all_reduce_sum(passes.count(untrained))[0])
     untrained_loss = None
     if n_untrained:
         with torch.no_grad():

@@ -12,14 +12,19 @@ from typing import Any
 from llama405b.contract.errors import UserError, reason_of
 from llama405b.contract.software import DOCS
 
+LOSS_CLASS = "Loss"
 FUNCTIONS = ("metrics", "loss", "documents", "every", "saved", "evaluated")
-IDENTITY_FUNCTIONS = ("loss", "documents")  # these change what a run trains on, so its identity has the module's hash
+IDENTITY_FUNCTIONS = (
+    "loss",
+    LOSS_CLASS,
+    "documents",
+)  # these change what a run trains on, so its identity has the module's hash
 READS, EVERY = "READS", "EVERY"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExtensionModule:
-    """The functions and constants that the user's module defines."""
+    """The functions, the class and the constants that the user's module defines."""
 
     path: str = ""  # "": there is none
     sha256: str = ""  # of its text
@@ -65,10 +70,19 @@ def read_extension(module: str) -> ExtensionModule:
         raise UserError(
             f"--extend: {path}{line}: is not valid Python ({getattr(error, 'msg', error)}); correct it"
         ) from None
-    functions = tuple(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS)
+    functions = tuple(
+        node.name
+        for node in tree.body
+        if (isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS)
+        or (isinstance(node, ast.ClassDef) and node.name == LOSS_CLASS)
+    )
     values = dict(_read_values(tree, path))
     if not functions:
-        raise UserError(f"--extend: {path} defines none of {', '.join(FUNCTIONS)}; see {DOCS}/extending.md")
+        raise UserError(
+            f"--extend: {path} defines none of {', '.join((*FUNCTIONS, LOSS_CLASS))}; see {DOCS}/extending.md"
+        )
+    if {"loss", LOSS_CLASS} <= {*functions}:
+        raise UserError(f"--extend: {path}: defines loss() and {LOSS_CLASS}; keep one of them")
     extension = ExtensionModule(
         str(path), hashlib.sha256(text).hexdigest(), functions, values.get(READS, ()), values.get(EVERY, 0), module
     )

@@ -155,6 +155,7 @@ class LocatedDocument(NamedTuple):
 
     document: Document
     location: DocumentLocation
+    with_previous: bool = False  # kept in one sequence with the document before
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,9 +234,9 @@ class Documents:
             yield from self._read_table(file)
             return
         if file_format is FileFormat.USER:
-            for number, record in enumerate(extend.current().documents(Path(str(file))), 1):
-                if item := self._user_document(record, DocumentLocation(file, number)):
-                    yield item, 0
+            for number, item in enumerate(extend.current().documents(Path(str(file))), 1):
+                for document in self._user_documents(item, DocumentLocation(file, number)):
+                    yield document, 0
             return
         with open_stored(file) as raw:
             if file_format is FileFormat.TEXT:
@@ -263,11 +264,18 @@ class Documents:
             return None
         return LocatedDocument(Text("", text), DocumentLocation(file))
 
-    def _user_document(self, record: Any, place: DocumentLocation) -> LocatedDocument | None:
-        """Convert an item of the user's module; a str is one document."""
-        if isinstance(record, str):
-            return LocatedDocument(Text("", _replace_surrogates(record)), place)
-        return self._record_document(_replace_surrogates(record), place)
+    def _user_documents(self, item: Any, place: DocumentLocation) -> list[LocatedDocument]:
+        """Convert an item of the user's module: a text, a record, or several, which are kept together or left out together."""
+        documents = list[LocatedDocument]()
+        for record in item if isinstance(item, tuple) else (item,):
+            if isinstance(record, str):
+                document: LocatedDocument | None = LocatedDocument(Text("", _replace_surrogates(record)), place)
+            else:
+                document = self._record_document(_replace_surrogates(record), place)
+            if document is None:
+                return []
+            documents.append(document._replace(with_previous=bool(documents)))
+        return documents
 
     def _record_document(self, record: Any, place: DocumentLocation) -> LocatedDocument | None:
         try:

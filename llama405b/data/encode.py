@@ -116,7 +116,8 @@ def _rename_token(token: AddedToken, name: str) -> AddedToken:
 NOT_TRAINED = np.uint32(1 << 31)
 DOCUMENT_START = np.uint32(1 << 30)  # of a document
 SAME_CHAT = np.uint32(1 << 29)  # first token of a document that belongs to the same conversation as the previous one
-MARKS = NOT_TRAINED | DOCUMENT_START | SAME_CHAT
+WITH_PREVIOUS = np.uint32(1 << 28)  # first token of a document that is kept in one sequence with the previous one
+MARKS = NOT_TRAINED | DOCUMENT_START | SAME_CHAT | WITH_PREVIOUS
 ENCODE_CHARS = 4 << 20  # encoded at a time: seconds
 ENCODE_CHUNKS = 512
 LINE_BREAK = "\n"  # a prefix that absorbs the space which some tokenizers add
@@ -314,14 +315,18 @@ class Encoder:
 
     def _chunks(self) -> Iterator[_TextChunk]:
         """Yield documents in pieces that take seconds to encode; only longer ones are split, at a line end."""
-        previous_bytes = 0
+        previous_bytes, lost_previous = 0, False
         for item in self.documents:
+            if lost_previous:  # the one before was left out
+                item = item._replace(with_previous=False)
+            lost_previous = False
             try:
                 chunks = self._document_chunks(item)
             except UnusableChatError as error:
                 self.documents.reject(
                     item.location, strip_guards(str(error)), "name another template with --data.chat_template"
                 )
+                lost_previous = True
                 continue
             for i, chunk in enumerate(chunks, 1):
                 chunk.done_bytes = previous_bytes + (self.documents.n_read_bytes - previous_bytes) * i // len(chunks)
@@ -337,10 +342,11 @@ class Encoder:
                 for part in _split_text(text)
             ]
             next((chunk for chunk in document_chunks if chunk.text), document_chunks[0]).is_document_start = True
-            document_chunks[0].document_file, document_chunks[0].mark = (
-                str(item.location.file),
-                DOCUMENT_START | SAME_CHAT if number else DOCUMENT_START,
-            )
+            document_chunks[0].document_file = str(item.location.file)
+            if number:
+                document_chunks[0].mark |= SAME_CHAT
+            elif item.with_previous:
+                document_chunks[0].mark |= WITH_PREVIOUS
             chunks += document_chunks
             self.counts.spelt += any(has_guards(text) for text, _ in segments)
             self.counts.crlf += any("\r\n" in text for text, _ in segments)

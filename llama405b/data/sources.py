@@ -18,23 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama405b.contract.errors import UserError, pluralize
-from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED, SAME_CHAT, FileOffset
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED, SAME_CHAT, WITH_PREVIOUS, FileOffset
 
 CHUNK_TOKENS = 64 << 20  # tokens scanned at a time
 
 
-def has_prompts(tokens_N: NDArray[np.uint32]) -> bool:
-    """Return whether any token is not trained on, first tokens of documents aside."""
-    return any(
-        bool((tokens_N[i : i + CHUNK_TOKENS] & MARKS == NOT_TRAINED).any())
-        for i in range(0, len(tokens_N), CHUNK_TOKENS)
-    )
+def needs_whole_documents(tokens_N: NDArray[np.uint32]) -> bool:
+    """Return whether documents have prompts (tokens that are not trained on, first ones aside), or are kept together."""
+    chunks = (tokens_N[i : i + CHUNK_TOKENS] for i in range(0, len(tokens_N), CHUNK_TOKENS))
+    return any(bool(((chunk & MARKS == NOT_TRAINED) | (chunk & WITH_PREVIOUS != 0)).any()) for chunk in chunks)
 
 
-def document_bounds(tokens_N: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Return the begin of each document and the end of the last."""
+def document_bounds(tokens_N: NDArray[np.uint32], *, joined: bool = False) -> NDArray[np.int64]:
+    """Return the begin of each document and the end of the last; ``joined``: those kept together count as one."""
+    marks = DOCUMENT_START | WITH_PREVIOUS if joined else DOCUMENT_START
     begins = [
-        np.flatnonzero(tokens_N[i : i + CHUNK_TOKENS] & DOCUMENT_START) + i
+        np.flatnonzero(tokens_N[i : i + CHUNK_TOKENS] & marks == DOCUMENT_START) + i
         for i in range(0, len(tokens_N), CHUNK_TOKENS)
     ]
     return np.unique(np.concatenate([[0], *begins, [len(tokens_N)]]))
@@ -103,11 +102,12 @@ def split_documents(
 
     Those held out have about ``n_held_out`` tokens and the same mix of lengths as the others: every n-th document in order of size.
     Only documents short enough to hold out ``MIN_HELD_OUT`` of them, or else one, are candidates. If they are
-    too few, the end of the longest document is held out instead. Documents of one conversation stay together.
+    too few, the end of the longest document is held out instead. Documents of one conversation, and documents kept in one sequence,
+    stay together.
     """
     bounds_N = document_bounds(tokens_N)
     documents_N2 = np.stack([bounds_N[:-1], bounds_N[1:]], axis=1)
-    group_N = np.cumsum(tokens_N[bounds_N[:-1]] & SAME_CHAT == 0) - 1  # conversation, or document that is none
+    group_N = np.cumsum(tokens_N[bounds_N[:-1]] & (SAME_CHAT | WITH_PREVIOUS) == 0) - 1  # or a document by itself
     sizes_N = np.bincount(group_N, np.diff(bounds_N)).astype(np.int64)
     for max_tokens in (n_held_out // MIN_HELD_OUT, n_held_out):
         candidates_N = rng.permutation(np.flatnonzero(sizes_N <= max_tokens))
@@ -255,7 +255,9 @@ class Source:
         """Return a source of these documents only, packed in the same way."""
         spans_N2 = self.spans_N2
         if spans_N2 is not None:
+            is_first_N = self.tokens_N[documents_N2[:, 0]] & WITH_PREVIOUS == 0
             bounds_N = np.append(0, np.cumsum(np.diff(documents_N2)))
+            bounds_N = bounds_N[np.append(is_first_N, True)]
             spans_N2 = whole_document_spans(bounds_N, self.seq_len, truncate=self.truncate)
         return dataclasses.replace(self, spans_N2=spans_N2, selection=TokenSelection.from_documents(documents_N2))
 
@@ -273,10 +275,10 @@ def _open_tokens(tokens: Path | NDArray[np.uint32], *rest: Any) -> Source:
 def open_source(file: Path, seq_len: int, documents: str = "split", *, truncate: bool = False) -> Source:
     """Open a token file as a source; ``documents``, ``truncate``: as in the settings."""
     source = _open_tokens(file, seq_len)
-    keep_whole = documents == "whole" or (documents == "auto" and has_prompts(source.tokens_N))
+    keep_whole = documents == "whole" or (documents == "auto" and needs_whole_documents(source.tokens_N))
     if not (keep_whole or truncate):
         return source
-    spans_N2 = whole_document_spans(document_bounds(source.tokens_N), seq_len, truncate=truncate)
+    spans_N2 = whole_document_spans(document_bounds(source.tokens_N, joined=True), seq_len, truncate=truncate)
     return dataclasses.replace(source, spans_N2=spans_N2, truncate=truncate)
 
 

@@ -8,6 +8,7 @@ weight gradient of a chunk is still one matrix product over all tokens, as for t
 Shape suffixes: B sequences, S positions, T tokens (B S), h hidden size, V vocabulary or a rank's part of it, W entries of a chunk.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -17,30 +18,55 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from llama405b.data.batch import IGNORE_INDEX
+from llama405b.contract.extension import LOSS_CLASS
+from llama405b.data.batch import IGNORE_INDEX, Batch
+from llama405b.extend import Extension
 from llama405b.settings.schema import VOCAB_CHUNK, LossMode
 
 VOCAB_CHUNK = VOCAB_CHUNK
 
 
-class HeadLoss(Protocol):
-    """Computes the loss from a model's head."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What a model makes of a batch. The forward runs when the output is asked for."""
 
-    def nll(self, run_model: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
-        """Return the summed NLL of targets in nats; ``run_model``: runs the model, returns its head's output."""
+    model: nn.Module  # that this rank computes with
+    run: Callable[[], Tensor]  # runs it on the batch; returns what its head returns
+
+    def logits(self) -> Tensor:
+        """Run the model; return the logits, (B, S, V), in FP32 or wider."""
+        logits = self.run()
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-class CrossEntropy:
+class Loss(Protocol):
+    """What a step minimizes: the mean of terms, such as targets or pairs of documents, over all ranks."""
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return how many terms a batch has, on its device."""
+
+    def loss(self, output: ModelOutput, batch: Batch) -> Tensor:
+        """Return the sum of the terms, in nats."""
+
+
+class TokenLoss:
+    """A loss whose terms are targets."""
+
+    def count(self, batch: Batch) -> Tensor:
+        """See ``Loss``."""
+        return (batch.targets_BS != IGNORE_INDEX).sum()
+
+
+class CrossEntropy(TokenLoss):
     """Cross-entropy over the full logits."""
 
-    def nll(self, run_model: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
-        """See ``HeadLoss``. Computed in FP32, or wider if the logits are."""
-        logits = run_model().flatten(0, 1)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide, targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    def loss(self, output: ModelOutput, batch: Batch) -> Tensor:
+        """See ``Loss``."""
+        logits_TV, targets_T = output.logits().flatten(0, 1), batch.targets_BS.flatten()
+        return F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-class ChunkedCrossEntropy:
+class ChunkedCrossEntropy(TokenLoss):
     """Cross-entropy in vocabulary chunks, computed in the head, as FSDP gathers the weight only there."""
 
     def __init__(self, head: nn.Linear) -> None:
@@ -48,10 +74,11 @@ class ChunkedCrossEntropy:
         self.head, self.targets_BS = head, None
         self.logits, head.forward = head.forward, self._forward
 
-    def nll(self, run_model: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
-        self.targets_BS = targets_BS
+    def loss(self, output: ModelOutput, batch: Batch) -> Tensor:
+        """See ``Loss``."""
+        self.targets_BS = batch.targets_BS
         try:
-            return run_model()
+            return output.run()
         finally:
             self.targets_BS = None
 
@@ -70,28 +97,43 @@ class ChunkedCrossEntropy:
 
 
 class UserLoss:
-    """The user's loss function: full logits (T, V) in FP32 or wider, and targets (T), to a sum over tokens."""
+    """The loss of the user's module: a function of tokens, or an object of a class that sees the batch."""
 
-    def __init__(self, loss_function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.loss_function = loss_function
+    def __init__(self, extension: Extension) -> None:
+        """Make the object, if the module has the class."""
+        self.extension, self.instance = extension, extension.call(LOSS_CLASS)
 
-    def nll(self, run_model: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
-        logits_TV = run_model().flatten(0, 1)
-        return self.loss_function(
-            logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), targets_BS.flatten()
-        )
+    @property
+    def needs_documents(self) -> bool:
+        """Whether it sees the documents of a batch."""
+        return self.instance is not None
+
+    @property
+    def name(self) -> str:
+        """What the module defines."""
+        return LOSS_CLASS if self.instance else "loss()"
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return how many terms a batch has."""
+        if self.instance is None:
+            return (batch.targets_BS >= 0).sum()
+        return self.extension.call_scalar(f"{LOSS_CLASS}.count", self.instance.count, batch)
+
+    def loss(self, output: ModelOutput, batch: Batch) -> Tensor:
+        """Return the sum of the terms."""
+        if self.instance is None:
+            function = self.extension.module.loss  # type: ignore[union-attr]
+            return self.extension.call_scalar(
+                "loss", function, output.logits().flatten(0, 1), batch.targets_BS.flatten()
+            )
+        return self.extension.call_scalar(f"{LOSS_CLASS}.loss", self.instance.loss, output, batch)
 
 
-def make_head_loss(
-    kind: LossMode, head: nn.Linear | None, user_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-) -> HeadLoss:
-    """Return the loss of a head. Without a head, as in early pipeline stages, it is never computed.
-
-    ``user_loss``: the user's loss function.
-    """
+def build_loss(mode: LossMode, head: nn.Linear | None, user_loss: UserLoss | None = None) -> Loss:
+    """Return the loss of a model. Without a head, as in early pipeline stages, it is never computed."""
     if user_loss:
-        return UserLoss(user_loss)
-    return ChunkedCrossEntropy(head) if kind == "chunked" and head is not None else CrossEntropy()
+        return user_loss
+    return ChunkedCrossEntropy(head) if mode == "chunked" and head is not None else CrossEntropy()
 
 
 def chunked_nll(

@@ -29,9 +29,9 @@ class NoGradientError(UserError):
 class StepResult:
     """Result of a step."""
 
-    loss: float  # nats per target token, over all ranks
+    loss: float  # nats per term, usually a target token, over all ranks
     grad_norm: float  # L2, over all ranks, before clipping
-    n_targets: int  # over all ranks
+    n_targets: int  # tokens, over all ranks
     updated: bool = True  # False: the step was skipped because of its loss
 
 
@@ -46,7 +46,7 @@ def train_step(
 ) -> StepResult | None:
     """Run the micro-batches forward and backward, clip the gradient, and update the weights once.
 
-    The micro-batches must be on the device. Returns None on every rank if no rank has a target; the weights then do not change.
+    The micro-batches must be on the device. Returns None on every rank if no rank has a term of the loss; the weights then do not change.
 
     ``refuses_loss``: called with the loss, equal on all ranks; if it returns True, the weights do not change.
     ``on_phase_end`` is called with the name of each part when it ends: forward, backward, optimizer.
@@ -54,11 +54,12 @@ def train_step(
     Raises:
         NonFiniteError, NoGradientError: On every rank, before the weights change.
     """
-    n_targets = int(all_reduce_sum(torch.stack([forward_backward.n_targets(batch) for batch in microbatches]).sum()))
-    if n_targets == 0:
+    counts = all_reduce_sum(torch.stack([forward_backward.count(batch) for batch in microbatches]).sum(0))
+    n_terms, n_targets = (int(count) for count in counts.tolist())
+    if n_terms == 0:
         return None
-    nll = forward_backward.train(microbatches, n_targets, updater, on_phase_end)
-    loss = float(all_reduce_sum(nll)) / n_targets
+    nll = forward_backward.train(microbatches, n_terms, updater, on_phase_end)
+    loss = float(all_reduce_sum(nll)) / n_terms
     norm = updater.clip(max_norm)
     # Loss and norm are equal on all ranks, so all of them take the same branch below.
     if not (math.isfinite(norm) and math.isfinite(loss)):

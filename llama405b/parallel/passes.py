@@ -21,7 +21,7 @@ from llama405b.data.batch import IGNORE_INDEX, Batch
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.model.attention import model_inputs
-from llama405b.model.head import CrossEntropy, HeadLoss, make_head_loss
+from llama405b.model.head import CrossEntropy, Loss, ModelOutput, UserLoss, build_loss
 from llama405b.parallel.fsdp import GradientSync, pop_prefetch_order, restore_prefetch_order, set_last_backward
 from llama405b.parallel.split import PipelineStages, base_attention_name, make_group_along, vocab_parallel_loss
 from llama405b.settings.axes import Axes
@@ -48,19 +48,19 @@ class ForwardBackward(Protocol):
     def model(self) -> nn.Module:
         """The module that computes."""
 
-    def n_targets(self, batch: Batch) -> Tensor:
-        """Return the number of targets that this rank contributes; over all ranks each target is counted once."""
+    def count(self, batch: Batch) -> Tensor:
+        """Return the loss's terms and the targets that this rank contributes, (2,); over all ranks each is counted once."""
 
     def train(
-        self, microbatches: Sequence[Batch], n_targets: int, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
+        self, microbatches: Sequence[Batch], n_terms: int, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
     ) -> Tensor:
-        """Compute the gradients of the mean loss over the ``n_targets`` of all ranks.
+        """Compute the gradients of the mean loss over the ``n_terms`` of all ranks.
 
-        Return this rank's contribution to the negative log-likelihood, in nats.
+        Return this rank's contribution to the sum of the terms, in nats.
         """
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return this rank's contribution to the negative log-likelihood of a micro-batch, in nats; keep nothing for a backward."""
+        """Return this rank's contribution to the sum of the terms of a micro-batch, in nats; keep nothing for a backward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,9 +86,10 @@ class BatchSlice:
         """Return the value if this rank contributes the loss, else 0."""
         return value * self.adds_loss
 
-    def n_targets(self, batch: Batch) -> Tensor:
-        """Return the number of targets that this rank contributes."""
-        return self.contribution((self._cp_slice(batch.targets_BS) != IGNORE_INDEX).sum())
+    def count(self, batch: Batch, loss: Loss) -> Tensor:
+        """Return the terms and targets that this rank contributes, (2,)."""
+        local_batch = self.local(batch)
+        return self.contribution(torch.stack([loss.count(local_batch), (local_batch.targets_BS != IGNORE_INDEX).sum()]))
 
     def inputs(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         """Return this rank's slice of a batch, and the model's arguments for it."""
@@ -96,8 +97,13 @@ class BatchSlice:
         arguments |= {
             name: self._cp_slice(arguments[name]) for name in ("input_ids", "position_ids") if name in arguments
         }
-        local_batch = Batch(arguments["input_ids"], self._cp_slice(batch.targets_BS))
-        return local_batch, arguments
+        return self.local(batch), arguments
+
+    def local(self, batch: Batch) -> Batch:
+        """Return this rank's slice of a batch; of a split sequence without the ends of documents."""
+        if self.axes.cp == 1:
+            return batch
+        return Batch(self._cp_slice(batch.ids_BS), self._cp_slice(batch.targets_BS))
 
     def _cp_slice(self, full_BS: Tensor) -> Tensor:
         place = self.axes.coordinate(self.rank, ("cp",))
@@ -112,13 +118,13 @@ class MicrobatchLoop:
     grad_divisor: int  # number of ranks over which FSDP averages gradients
     sync: GradientSync | None = None  # None: FSDP reshards and reduces in each micro-batch
     batch_slice: BatchSlice | None = None  # None: the rank computes the full batch that it reads
-    loss: HeadLoss = CrossEntropy()
+    loss: Loss = CrossEntropy()
 
-    def n_targets(self, batch: Batch) -> Tensor:
-        return self._batch_slice.n_targets(batch)
+    def count(self, batch: Batch) -> Tensor:
+        return self._batch_slice.count(batch, self.loss)
 
     def train(
-        self, microbatches: Sequence[Batch], n_targets: int, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
+        self, microbatches: Sequence[Batch], n_terms: int, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
     ) -> Tensor:
         nll = zero_loss(microbatches[0])
         with vocab_parallel_loss(self._batch_slice.axes.tp):
@@ -129,7 +135,7 @@ class MicrobatchLoop:
                 nll_micro = self._nll(batch)
                 on_phase_end("forward")
                 # FSDP averages over ranks; scaling by ranks / global count turns that average into the global mean.
-                (nll_micro * (self.grad_divisor / n_targets)).backward()
+                (nll_micro * (self.grad_divisor / n_terms)).backward()
                 nll = nll + plain_value(nll_micro)
                 accumulator.accumulate()
                 on_phase_end("backward")
@@ -147,7 +153,8 @@ class MicrobatchLoop:
 
     def _nll(self, batch: Batch) -> Tensor:
         local_batch, inputs = self._batch_slice.inputs(batch)
-        return self.loss.nll(lambda: self.model(**inputs, use_cache=False).logits, local_batch.targets_BS)
+        output = ModelOutput(self.model, lambda: self.model(**inputs, use_cache=False).logits)
+        return self.loss.loss(output, local_batch)
 
 
 def plain_value(nll: Tensor) -> Tensor:
@@ -203,7 +210,7 @@ class Pipeline:
         grad_divisor: int,
         sync: GradientSync,
         batch_slice: BatchSlice,
-        loss: HeadLoss,
+        loss: Loss,
     ) -> None:
         """``grad_divisor``: number of ranks over which FSDP averages gradients."""
         self.model: nn.Module = model
@@ -213,11 +220,11 @@ class Pipeline:
         self.links = make_links(axes, rank, is_ring=len(model.chunks) > 1)
         self.pending_sends: list[tuple[dist.Work | None, Tensor]] = []
 
-    def n_targets(self, batch: Batch) -> Tensor:
-        return self.batch_slice.n_targets(batch)
+    def count(self, batch: Batch) -> Tensor:
+        return self.batch_slice.count(batch, self.loss)
 
     def train(
-        self, microbatches: Sequence[Batch], n_targets: int, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
+        self, microbatches: Sequence[Batch], n_terms: int, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
     ) -> Tensor:
         """See ``ForwardBackward``. Forwards and backwards alternate, so all of it is timed as backward."""
         n_chunks = len(self.stage.chunks)
@@ -237,7 +244,7 @@ class Pipeline:
                 self.sync.begin_microbatch(is_last=op.microbatch == last_micro)
                 set_last_backward(self.stage, op == order[-1])
                 restore_prefetch_order(self.stage, prefetch_orders.pop(key))
-                nll = nll + self._backward(op, *activations.pop(key), n_targets)
+                nll = nll + self._backward(op, *activations.pop(key), n_terms)
                 pop_prefetch_order(self.stage)
         self._finish_sending()
         accumulator.accumulate()
@@ -265,15 +272,15 @@ class Pipeline:
             return self.stage(x, op.virtual_stage, **arguments)
 
         if self._is_last(op.virtual_stage):
-            return x, self.loss.nll(run_stage, local_batch.targets_BS)
+            return x, self.loss.loss(ModelOutput(self.stage, run_stage), local_batch)
         output = run_stage()
         self._send(output.detach(), self.links.after.peer, self.links.after.forward)
         return x, output
 
-    def _backward(self, op: MicrobatchPass, x: Tensor, output: Tensor, n_targets: int) -> float | Tensor:
+    def _backward(self, op: MicrobatchPass, x: Tensor, output: Tensor, n_terms: int) -> float | Tensor:
         """Run a chunk's backward and send the gradient of its input; return the loss if this is the last stage, else 0."""
         if self._is_last(op.virtual_stage):
-            (output * (self.grad_divisor / n_targets)).backward()
+            (output * (self.grad_divisor / n_terms)).backward()
         else:
             empty = torch.empty(output.shape, dtype=output.dtype, device=output.device)
             gradient = self._receive(self.links.after.peer, self.links.after.backward, empty)
@@ -319,14 +326,18 @@ def build_forward_backward(
     """Build the forward and backward of a model that is split over the ranks.
 
     Raises:
-        UserError: The user's module computes a loss of full logits, but no rank has them.
+        UserError: The user's module computes a loss of full logits or whole documents, but no rank has them.
     """
-    user_loss = extend.current().loss
+    user_loss = UserLoss(extend.current()) if extend.current().has_loss else None
     if user_loss and (loss_mode == "chunked" or rank.axes.tp > 1):
         raise UserError(
-            "--extend: loss() needs all logits, but no rank has them with model.loss chunked or tp; remove one of the two"
+            f"--extend: {user_loss.name} needs all logits, but no rank has them with model.loss chunked or tp; remove one of the two"
         )
-    grad_divisor, loss = rank.dp.size * rank.axes.cp, make_head_loss(loss_mode, model.lm_head, user_loss)
+    if user_loss and user_loss.needs_documents and rank.axes.cp > 1:
+        raise UserError(
+            "--extend: Loss needs whole sequences, which no rank has with cp; use cp 1, or a loss() of tokens"
+        )
+    grad_divisor, loss = rank.dp.size * rank.axes.cp, build_loss(loss_mode, model.lm_head, user_loss)
     if parallel.is_fsdp1:
         return MicrobatchLoop(model, grad_divisor, loss=loss)
     batch_slice = BatchSlice(rank.axes, rank.index, base_attention_name(model.config._attn_implementation))

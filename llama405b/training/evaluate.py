@@ -164,7 +164,7 @@ class Evaluator:
 class EvaluationResult:
     """Result of an evaluation."""
 
-    loss: float  # nats per target token, over all sequences; NaN without targets
+    loss: float  # nats per term, usually a target token, over all sequences; NaN without one
     n_targets: int
     n_sequences: int
 
@@ -200,7 +200,7 @@ def evaluate(
     """
     n_sequences = min(max_sequences or held_out.n_sequences, held_out.n_sequences)
     indices = [i * held_out.n_sequences // n_sequences for i in range(n_sequences)]
-    sums = torch.zeros(2, dtype=torch.float64, device=rank.device)  # nats, targets
+    sums = torch.zeros(3, dtype=torch.float64, device=rank.device)  # nats, terms, targets
     forward_backward.model.eval()  # no dropout: the random state of the next step must not change
     for begin in range(
         rank.dp.rank * micro_batch_size, rank.dp.rank * micro_batch_size + n_sequences, rank.dp.size * micro_batch_size
@@ -211,7 +211,7 @@ def evaluate(
         batch = batch.to(rank.device)
         before_forward()
         sums[0] += forward_backward.evaluate(batch)
-        sums[1] += forward_backward.n_targets(batch)
+        sums[1:] += forward_backward.count(batch)
     forward_backward.model.train()
-    nats, n_targets = all_reduce_sum(sums).tolist()
-    return EvaluationResult(nats / n_targets if n_targets else math.nan, int(n_targets), n_sequences)
+    nats, n_terms, n_targets = all_reduce_sum(sums).tolist()
+    return EvaluationResult(nats / n_terms if n_terms else math.nan, int(n_targets), n_sequences)

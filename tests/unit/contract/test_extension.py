@@ -3,10 +3,13 @@
 import types
 
 import pytest
+import torch
 
 from llama405b import extend
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.extension import read_extension
+from llama405b.data.batch import Batch
+from llama405b.model.head import ModelOutput, UserLoss
 
 
 @pytest.fixture
@@ -40,6 +43,7 @@ def test_only_what_decides_what_is_learnt_is_part_of_what_a_run_is(module):
     [
         ("def metrics(:", "own.py:1: is not valid Python (invalid syntax)"),
         ("def metric(moment): ...", "defines none of metrics, loss"),
+        ("def loss(a, b): ...\nclass Loss: ...", "defines loss() and Loss; keep one of them"),
         ("def every(moment): ...", "every() and EVERY belong together"),
         ("READS = ('a',)\ndef loss(a, b): ...", "documents() and READS belong together"),
         ("EVERY = 10 * 2\ndef every(moment): ...", "own.py:1: EVERY must be a number of steps"),
@@ -90,9 +94,21 @@ def test_what_fails_at_its_import_is_refused_with_its_line(module):
 
 
 def test_a_loss_is_one_number(module):
-    used = extend.use(module("def loss(logits, targets): return logits"))
-    with pytest.raises(RunError, match="return a tensor with one number"):
-        used.loss(types.SimpleNamespace(shape=(2,)), None)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    batch, output = Batch(ids, ids), ModelOutput(None, lambda: torch.zeros(1, 2, 3))
+    loss = UserLoss(extend.use(module("def loss(logits, targets): return logits")))
+    with pytest.raises(RunError, match=r"loss\(\) returned .*; return a tensor with one number"):
+        loss.loss(output, batch)
+    text = (
+        "class Loss:\n    def count(self, batch): return batch.ids_BS\n    def loss(self, output, batch): return 1 / 0"
+    )
+    loss = UserLoss(extend.use(module(text)))
+    with pytest.raises(RunError, match=r"Loss.count\(\) returned .*; return a tensor with one number"):
+        loss.count(batch)
+    with pytest.raises(RunError, match=r"own.py:3: Loss.loss\(\) raised ZeroDivisionError: division by zero"):
+        loss.loss(output, batch)
+    with pytest.raises(RunError, match=r"own.py: Loss\(\) raised TypeError"):
+        UserLoss(extend.use(module("class Loss: __init__ = lambda self, model: None")))
 
 
 def test_it_acts_every_so_many_steps_and_none_without_a_module(module):
@@ -102,4 +118,4 @@ def test_it_acts_every_so_many_steps_and_none_without_a_module(module):
     assert used.module.seen == [3, 6]
     nothing = extend.use("")
     nothing.after_step(types.SimpleNamespace(step=3))
-    assert (nothing.metrics(None), nothing.loss) == ({}, None)
+    assert (nothing.metrics(None), nothing.has_loss) == ({}, False)

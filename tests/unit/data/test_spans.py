@@ -5,7 +5,7 @@ import pytest
 
 from llama405b.data import sources
 from llama405b.data.batches import Batches
-from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED, WITH_PREVIOUS
 from llama405b.data.sources import Mixture, Source, open_source
 
 SEQ = 12
@@ -47,6 +47,23 @@ def test_what_fits_into_a_sequence_is_never_split(documents, truncate):
     assert np.array_equal(found[found > 0], np.concatenate(kept))
     assert source.padding == pytest.approx((found == 0).mean())
     assert source.n_unread == sum(map(len, whole)) - sum(map(len, kept))
+
+
+def test_documents_kept_together_are_in_one_sequence_also_of_what_is_held_out():
+    draw = random.Random(4)
+    lengths = [draw.choice([1, 2, 3, 4]) for _ in range(400)]
+    begins = np.cumsum([0, *lengths[:-1]])
+    tokens_N = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
+    tokens_N[begins] |= DOCUMENT_START
+    tokens_N[begins[1::2]] |= WITH_PREVIOUS
+    pairs = [{*range(begin + 1, begin + sum(lengths[i : i + 2]) + 1)} for i, begin in enumerate(begins) if not i % 2]
+    whole = sources.whole_document_spans(sources.document_bounds(tokens_N, joined=True), SEQ, truncate=False)
+    assert sources.needs_whole_documents(tokens_N)
+    for source in Source(tokens_N, SEQ, whole).hold_out(0.2, np.random.default_rng(0)):
+        read = [{*(source.window(i)[:-1] & ~MARKS).tolist()} - {0} for i in range(source.n_sequences)]
+        assert set().union(*read)
+        for pair in pairs:
+            assert sum(bool(pair & each) for each in read) == any(pair <= each for each in read)
 
 
 def test_as_many_documents_stand_in_a_sequence_as_fit_into_it():

@@ -6,6 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from llama405b.data.batch import Batch
 from llama405b.model import head
 from llama405b.settings.schema import VOCAB_CHUNK
 
@@ -22,8 +23,12 @@ def batch(dtype=torch.float32):
     return hidden, layer, targets
 
 
+def summed(loss, run, targets):
+    return loss.loss(head.ModelOutput(nn.Module(), run), Batch(targets, targets))
+
+
 def gradients(loss, hidden, layer, targets):
-    nll = loss.nll(lambda: layer(hidden), targets)
+    nll = summed(loss, lambda: layer(hidden), targets)
     return [nll.detach(), *torch.autograd.grad(nll * 0.01, (hidden, layer.weight))]
 
 
@@ -64,7 +69,7 @@ def test_without_targets_a_head_returns_logits_also_after_a_failure():
     hidden, layer, targets = batch()
     logits, loss = layer(hidden), head.ChunkedCrossEntropy(layer)
     with pytest.raises(ZeroDivisionError):
-        loss.nll(lambda: 1 / 0, targets)
+        summed(loss, lambda: 1 / 0, targets)
     assert torch.equal(layer(hidden), logits)
 
 
@@ -78,7 +83,7 @@ def test_there_are_never_all_logits(hidden_size):
         loss, tracker = head.ChunkedCrossEntropy(layer), MemTracker()
         tracker.track_external(layer, hidden, targets)
         with tracker:
-            loss.nll(lambda: layer(hidden), targets).backward()
+            summed(loss, lambda: layer(hidden), targets).backward()
         [peak] = [kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values()]
     own = 2 * hidden.nbytes + targets.nbytes + layer.weight.nbytes
     assert peak - own <= layer.weight.nbytes + 3 * 4 * LENGTH * VOCAB_CHUNK
