@@ -271,31 +271,45 @@ class PredictedRun:
         shards = self.dp_shard or data
         return Axes(shards, self.pp, data // shards, self.cp, self.tp)
 
-    def parallel_settings(self, requested: Parallel) -> Parallel:
-        """Return the requested settings with this run's mesh, units and offload."""
-        strategy = requested.strategy
-        if (self.keeps_weights, self.reduces_each) != (
-            requested.strategy_spec.keeps_weights_gathered,
-            requested.strategy_spec.reduces_every_microbatch,
-        ):
-            strategy = "zero2" if self.reduces_each else "zero1"
-            if not self.keeps_weights:
-                strategy = "fsdp2"
+    def apply_to(self, requested: Config) -> Config:
+        """Return the requested settings with those of this run: what the trainer would be given."""
+        spec = requested.parallel.strategy_spec
+        strategy = requested.parallel.strategy
+        if (self.keeps_weights, self.reduces_each) != (spec.keeps_weights_gathered, spec.reduces_every_microbatch):
+            strategy = "fsdp2" if not self.keeps_weights else "zero2" if self.reduces_each else "zero1"
         copies = self.axes.dp_replicate if strategy != "ddp" else 0
-        return dataclasses.replace(
-            requested,
+        parallel = dataclasses.replace(
+            requested.parallel,
             strategy=strategy,
             dp_replicate=copies if copies > 1 else 0,
             tp=self.tp,
             cp=self.cp,
             pp=self.pp,
             pp_schedule=self.pp_schedule,
+            numerics=self.numerics,
             offload=self.offload,
             fsdp_unit=self.fsdp_unit,
             fsdp_embedding=self.fsdp_embedding,
             moments=self.moments,
             prefetch=self.prefetch,
             reshard_after_forward=self.kept_by,
+        )
+        model = dataclasses.replace(
+            requested.model,
+            activation_checkpointing=str(self.recompute),
+            activations=self.activations,
+            loss=self.loss,
+            compile=self.compiled,
+            fused=self.fused,
+        )
+        return dataclasses.replace(
+            requested,
+            model=model,
+            parallel=parallel,
+            adapter=self.adapter,
+            data=dataclasses.replace(requested.data, seq_len=self.seq_len),
+            training=dataclasses.replace(requested.training, micro_batch_size=self.micro_batch),
+            optimizer=dataclasses.replace(requested.optimizer, kind=self.optimizer),
         )
 
     @property

@@ -32,12 +32,11 @@ from llama405b.predict.run_shape import PredictedRun, rank_elements
 from llama405b.settings import config
 from llama405b.settings.axes import FULL_RECOMPUTE, Axes, Recompute
 from llama405b.settings.config import with_global_batch
-from llama405b.settings.optimizers import OPTIMIZERS
+from llama405b.settings.rules import find_step_faults
 from llama405b.settings.schema import (
-    BF16_NUMERICS,
-    FP32_MASTERS,
     Cadence,
     Config,
+    Model,
     Moments,
     Offload,
     Parallel,
@@ -46,7 +45,7 @@ from llama405b.settings.schema import (
 from llama405b.settings.strategies import UNIT_CLASSES, StrategyName
 from llama405b.spec import models
 from llama405b.spec.models import Llama, adapter_flops
-from llama405b.spec.rules import check_mesh
+from llama405b.spec.rules import find_mesh_faults
 
 MEMORY_SPREAD = 0.10
 
@@ -236,7 +235,7 @@ OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
 
 
 def keep_most_activations(prediction: Prediction) -> Prediction:
-    """Return the run with as many layers' activations kept as surely fit: all, or operators' results."""
+    """Return the run with as many layers' activations kept as surely fit: all, or operators' results, where the trainer takes that."""
 
     def with_recompute(recompute: Recompute) -> Prediction:
         return prediction.with_run(dataclasses.replace(prediction.run, recompute=recompute))
@@ -244,9 +243,16 @@ def keep_most_activations(prediction: Prediction) -> Prediction:
     def with_operators(layers: int) -> Prediction:
         return with_recompute(Recompute("operators", last=layers))
 
-    for mode in (Recompute("none"), Recompute("operators")):
+    modes = [
+        mode
+        for mode in (Recompute("none"), Recompute("operators"))
+        if is_legal(dataclasses.replace(prediction.run, micro_batch=1, recompute=mode))
+    ]
+    for mode in modes:
         if (candidate := with_recompute(mode)).gpu_fit is Fit.YES:
             return candidate
+    if Recompute("operators") not in modes:
+        return prediction
     margin, layers = _reserved_overhead(prediction), max(prediction.run.stages, default=prediction.run.llama.layers)
     while True:  # by what is allocated, as what is reserved beside it takes long to find
         budget = prediction.cluster.gpu.memory_bytes - margin
@@ -299,6 +305,9 @@ def remedies(prediction: Prediction) -> list[tuple[str, Prediction]]:
     return sorted(helpful, key=lambda candidate: (-candidate[1].fit, -candidate[1].speedup_over(prediction)))
 
 
+ANY_CONFIG = Config(Model(path="any"))
+
+
 def _single_changes(run: PredictedRun) -> list[tuple[str, PredictedRun]]:
     """Return all single changes, each as a label and the changed run."""
     change = functools.partial(dataclasses.replace, run)
@@ -334,35 +343,22 @@ def _describe_twice_hosts(run: PredictedRun) -> str:
 
 
 def is_runnable(run: PredictedRun, cluster: Cluster) -> bool:
-    """Check whether the trainer supports these settings on this cluster."""
-    needs_matrices = bool(OPTIMIZERS[run.optimizer].rest)
-    if run.offload != "none" and (cluster.gpu.is_cpu or run.axes.dp_replicate > 1 or needs_matrices):
+    """Check whether the trainer takes this run, by its own rules, and the cluster has what it needs."""
+    if cluster.gpu.is_cpu and (run.offload != "none" or run.compiled or run.activations == "host"):
         return False
-    if needs_matrices and run.tp > 1:
+    if run.numerics == "fp8" and not cluster.gpu.fp8_flops:
         return False
-    if run.compiled and (
-        run.tp * run.cp > 1 or run.has_sublayer_units or "operators" in str(run.recompute) or cluster.gpu.is_cpu
-    ):
+    return run.global_batch % (run.micro_batch * run.dp) == 0 and is_legal(dataclasses.replace(run, micro_batch=1))
+
+
+@functools.lru_cache(4096)
+def is_legal(run: PredictedRun) -> bool:
+    """Check whether the trainer refuses nothing of a run."""
+    config, axes = run.apply_to(ANY_CONFIG), run.axes
+    if axes.world_size != run.world:
         return False
-    if run.adapter.is_enabled and (run.offload == "optimizer" or run.numerics == "fp8"):
-        return False
-    if run.numerics == "fp8" and (run.fused or run.tp > 1 or not cluster.gpu.fp8_flops):
-        return False
-    if run.fused and (run.compiled or run.tp > 1):
-        return False
-    if run.prefetch and run.has_sublayer_units:
-        return False
-    if run.kept_by and (
-        run.keeps_weights or run.tp * run.pp > 1 or run.kept_by >= run.shards or run.shards % run.kept_by
-    ):
-        return False
-    if run.activations == "host" and (cluster.gpu.is_cpu or run.recompute == Recompute("none")):
-        return False
-    if run.offload == "optimizer" and run.numerics not in FP32_MASTERS:
-        return False
-    if run.moments == "bf16" and (run.offload == "none" or run.numerics in BF16_NUMERICS):
-        return False
-    return run.global_batch % (run.micro_batch * run.dp) == 0
+    mesh_faults = find_mesh_faults(axes, config.parallel, run.llama, run.seq_len, run.ranks_per_host)
+    return next(itertools.chain(find_step_faults(config), mesh_faults), None) is None
 
 
 NEAR_SHARE = 0.033  # of one program, once fitted, nine of ten step times are within this of what is predicted (docs/plan-accuracy.md)
@@ -508,13 +504,11 @@ def _candidate_splits(run: PredictedRun) -> Iterator[Parallel]:
 
 
 def _find_axes(parallel: Parallel, run: PredictedRun) -> Axes | None:
-    """Return the mesh that settings make of a run's ranks; None: it does not suit the ranks or the model."""
+    """Return the mesh that settings make of a run's ranks; None: it does not suit them."""
     try:
-        axes = Axes.from_parallel(parallel, run.world, run.ranks_per_host)
-        check_mesh(axes, parallel, run.llama, run.seq_len, run.ranks_per_host)
+        return Axes.from_parallel(parallel, run.world, run.ranks_per_host)
     except UserError:
         return None
-    return axes
 
 
 def _candidate_runs(prediction: Prediction, offloads: Sequence[Offload]) -> Iterator[PredictedRun]:
@@ -613,11 +607,9 @@ def _resolve_mesh(
             f"--parallel.strategy: {pluralize(world, 'rank')} of this model cannot be split by tp and pp, which 3d needs; use auto or fsdp2"
         )
     fastest = _first_that_fits(fsdp_prediction, candidates)
-    parallel = dataclasses.replace(
-        fastest.run.parallel_settings(fsdp_config.parallel), numerics=fsdp_config.parallel.numerics
-    )
-    training = dataclasses.replace(fsdp_config.training, micro_batch_size=fastest.run.micro_batch)
-    return dataclasses.replace(fsdp_config, parallel=parallel, training=training)
+    numerics = fsdp_config.parallel.numerics
+    split = dataclasses.replace(fastest.run, numerics=numerics).apply_to(fsdp_config)
+    return dataclasses.replace(fsdp_config, parallel=split.parallel, training=split.training)
 
 
 def _first_that_fits(base: Prediction, runs: Sequence[PredictedRun]) -> Prediction:

@@ -218,14 +218,19 @@ Fault = tuple[str, str]  # the setting, and a message that follows its name
 def find_faults(config: Config) -> Iterator[Fault]:
     """Yield every fault of a configuration that can be found without ranks."""
     yield from _check_ranges(config)
-    yield from _check_model(config.model, config.parallel, config.adapter)
-    yield from _check_adapter(config.adapter, config.parallel)
-    yield from _check_kernels(config.model, config.parallel)
+    yield from find_step_faults(config)
     yield from _check_data(config.data)
     yield from _check_training(config.training, config.optimizer)
     yield from _check_checkpoint(config)
     yield from _check_evaluation(config)
     yield from _check_tracking(config.tracking)
+
+
+def find_step_faults(config: Config) -> Iterator[Fault]:
+    """Yield the faults of what takes part in a step: model, adapter, optimizer, and how all is split."""
+    yield from _check_model(config.model, config.parallel, config.adapter)
+    yield from _check_adapter(config.adapter, config.parallel)
+    yield from _check_kernels(config.model, config.parallel)
     yield from _check_parallel(config.parallel)
     yield from _check_moments(config.parallel, config.optimizer)
     yield from _check_optimizer(config.optimizer, config.parallel)

@@ -22,7 +22,7 @@ from llama405b.predict.search import (
 )
 from llama405b.predict.step_time import StepTime
 from llama405b.settings.axes import idle_rank_note
-from llama405b.settings.schema import BF16_NUMERICS, Parallel, Training
+from llama405b.settings.schema import BF16_NUMERICS, Config, Training
 from llama405b.spec.models import adapter_label
 
 FIT_LABELS = {
@@ -388,7 +388,7 @@ def prediction_record(prediction: Prediction, machines: Machines, options: Repor
         "cost_per_day": 24 * run.world * options.price if options.price else None, "checkpoint_bytes": run.checkpoint_bytes,
         "settings": {"offload": run.offload, "moments": run.moments, "fsdp_unit": run.fsdp_unit, "fsdp_embedding": run.fsdp_embedding,
                      "micro_batch_size": run.micro_batch,
-                     "strategy": run.parallel_settings(Parallel()).strategy, "loss": run.loss,
+                     "strategy": run.apply_to(Config()).parallel.strategy, "loss": run.loss,
                      "activation_checkpointing": str(run.recompute), "activations": run.activations},
         "mesh": dataclasses.asdict(run.axes),
     }  # fmt: skip

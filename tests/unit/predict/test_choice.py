@@ -12,6 +12,7 @@ from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.search import Fit, Prediction, resolve_auto
 from llama405b.settings.axes import Axes
 from llama405b.settings.config import PRESET_DIR, layout_flags, with_global_batch
+from llama405b.settings.rules import find_step_faults
 from llama405b.settings.schema import Config
 from llama405b.spec.models import parse_llama
 from llama405b.spec.rules import check_mesh
@@ -66,6 +67,19 @@ def test_3d_splits_matrices_and_layers_so_that_it_suits_the_model(llama, world):
     assert min(axes.tp, axes.pp) > 1
     check_mesh(axes, mesh.parallel, llama, mesh.data.seq_len, 8)
     assert with_global_batch(mesh, axes) == mesh
+
+
+@pytest.mark.parametrize(
+    ("more", "taken"),
+    [({}, "none"), ({"activations": "host"}, "operators"), ({"compile": True}, "none")],
+    ids=["plain", "inputs on the host", "compiled"],
+)
+def test_auto_keeps_no_activations_in_a_way_that_the_trainer_refuses(more, taken):
+    config = asked("fsdp2", 1024)
+    model = dataclasses.replace(config.model, activation_checkpointing="auto", path="any", **more)
+    chosen = resolve_auto(dataclasses.replace(config, model=model), SMALL, 64, 8, H100, RAM)
+    assert chosen.model.activation_checkpointing == taken
+    assert [*find_step_faults(chosen)] == []
 
 
 def test_3d_of_too_few_ranks_is_refused():

@@ -23,7 +23,7 @@ from llama405b.predict.search import (
 )
 from llama405b.settings.axes import FULL_RECOMPUTE, Axes, Recompute
 from llama405b.settings.config import PRESET_DIR
-from llama405b.settings.schema import Parallel
+from llama405b.settings.schema import Config
 from llama405b.spec.models import parse_llama
 from llama405b.spec.rules import check_mesh
 from llama405b_tools.verbs import predict
@@ -60,7 +60,7 @@ def test_meshes_suit_the_run_and_fit(asked):
         assert each.fit is Fit.YES
         assert untested_features(each.run)
         assert each.step_tokens == asked.step_tokens
-        parallel = each.run.parallel_settings(Parallel())
+        parallel = each.run.apply_to(Config()).parallel
         axes = Axes.from_parallel(parallel, each.run.world, 8)
         assert axes == each.run.axes
         check_mesh(axes, parallel, each.run.llama, each.run.seq_len, 8)

@@ -517,14 +517,7 @@ def _survey_hosts(hosts: Sequence[Host], gpus: dict[str, Gpu]) -> Machines:
 
 def _write_settings(args: argparse.Namespace, settings: Sequence[str], requested: Config, winner: Prediction) -> None:
     """Write the settings of the command line and its files, with those that the search chose."""
-    run = winner.run
-    model = dataclasses.replace(
-        requested.model, activation_checkpointing=str(run.recompute), activations=run.activations, loss=run.loss
-    )
-    training = dataclasses.replace(requested.training, micro_batch_size=run.micro_batch)
-    result = dataclasses.replace(
-        requested, model=model, parallel=run.parallel_settings(requested.parallel), training=training
-    )
+    result = winner.run.apply_to(requested)
     values = dataclasses.asdict(result)
     names = {
         *config.read_toml_files(args.config),
