@@ -23,10 +23,11 @@ from llama405b.distributed import ranks
 from llama405b.distributed.collectives import PeerFailedError, is_lost_peer
 from llama405b.optim.step import NonFiniteError, SpikeError
 from llama405b.settings import command
-from llama405b.training.build import build_trainer, resolve_config
+from llama405b.training.build import resolve_config
 from llama405b.training.context import RankContext
 from llama405b.training.journal import HeartbeatWriter, Journal
 from llama405b.training.requests import StopSignal
+from llama405b.training.setup import build_trainer
 
 
 def main(argv: Sequence[str]) -> int:

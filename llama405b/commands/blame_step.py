@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llama405b.checkpoint.compatibility import start_point
-from llama405b.commands.evaluate_only import choose_checkpoint, load_model, write_settings
+from llama405b.checkpoint.compatibility import StartPoint
+from llama405b.checkpoint.store import CheckpointView
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError, pluralize
 from llama405b.contract.files import write_atomic
@@ -27,10 +27,9 @@ from llama405b.distributed.collectives import all_reduce_sum
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.updater import Updater
 from llama405b.parallel.passes import ForwardBackward
-from llama405b.settings.config import with_global_batch
 from llama405b.settings.schema import Config
-from llama405b.training.build import bind_to_numa_node, distribute_model_files, open_data
 from llama405b.training.context import RankContext
+from llama405b.training.setup import Purpose, prepare
 
 MIN_BLAMED_SCORE = 5.0  # lowest score of a document that is named
 TARGET_LOSS_STD = 2.5  # nats: approximate standard deviation of a single target's loss
@@ -219,30 +218,25 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
     Raises:
         UserError: The step or the data does not follow the checkpoint, or a model, data or checkpoint cannot be used.
     """
-    config = with_global_batch(config, context.rank.axes)
-    bind_to_numa_node(config.parallel, context)
-    files = distribute_model_files(config.model, config.data, context, needs_all=config.parallel.is_fsdp1)
-    checkpoint = choose_checkpoint(config, resume, files, context)
-    context.enter_phase(Phase.DATA)
-    unmasked = dataclasses.replace(config.data, skip="")
-    batches, _ = open_data(unmasked, config.evaluation, files, context)
-    start = start_point(checkpoint.checkpoint if checkpoint else None, config, files, batches)
-    manifest = checkpoint.checkpoint.manifest if checkpoint and checkpoint.checkpoint else None
-    if manifest and manifest.identity and manifest.identity.data != start.identity.data:
-        raise UserError(f"--data.paths: {resume} was trained on different data, so its step {step} had other documents")
-    checkpoint_step = manifest.step if manifest else 0
-    if step <= checkpoint_step:
-        raise UserError(f"--blame: {resume} is from step {step} or later; name an older checkpoint")
-    write_settings(config, context)
-    context.enter_phase(Phase.LOAD)
-    weights = load_model(config, checkpoint, files, context)
+
+    def check_start(start: StartPoint, saved: CheckpointView | None) -> None:
+        if saved and saved.manifest.identity and saved.manifest.identity.data != start.identity.data:
+            raise UserError(
+                f"--data.paths: {resume} was trained on different data, so its step {step} had other documents"
+            )
+        if step <= (saved.manifest.step if saved else 0):
+            raise UserError(f"--blame: {resume} is from step {step} or later; name an older checkpoint")
+
+    setup = prepare(config, resume, context, Purpose.BLAME, check_start)
+    batches, start = setup.batches, setup.start_point()
+    assert batches
     context.enter_phase(Phase.EVAL)
-    batch_size = config.training.global_batch_size
-    first = start.position + (step - 1 - checkpoint_step) * batch_size
+    batch_size = setup.config.training.global_batch_size
+    first = start.position + (step - 1 - setup.step) * batch_size
     effects = []
     for document in iterate_documents(batches, range(first, first + batch_size)):
         context.heartbeat.record_alive()
-        if effect := measure_document(weights.passes, weights.updater, context.rank, batches, document):
+        if effect := measure_document(setup.forward_backward, setup.updater, context.rank, batches, document):
             effects.append(effect)
     if not effects:
         raise UserError(f"--blame: step {step} has no target to train on; name another step")
@@ -253,6 +247,6 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
         write_atomic(context.run.blamed, "".join(reader.dumps(score) + "\n" for score in scores))
         if blamed:
             write_atomic(path, "".join(reader.dumps(skip) + "\n" for skip in iterate_skips(batches, blamed)))
-        context.log(f"using the weights of {weights.label}")
+        context.log(f"using the weights of {setup.weights}")
         for line in report_lines(step, scores, path):
             context.log(line)

@@ -1,4 +1,4 @@
-"""Build everything a run needs before its first step, for training, evaluation and blame; each part from its own settings."""
+"""Build the parts of a run, each from its own settings: data, model, updater and what watches them."""
 
 import base64
 import contextlib
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -16,23 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig
 
-from llama405b.checkpoint.compatibility import StartPoint, check_changes, describe_version_changes, start_point
-from llama405b.checkpoint.replication import AfterSave, Replication
-from llama405b.checkpoint.resume import Resume
-from llama405b.checkpoint.saving import CheckpointSaver
-from llama405b.checkpoint.store import CheckpointView, Store
-from llama405b.checkpoint.verified import DamagedError
-from llama405b.contract.checkpoints import MANIFEST, find_newest_complete, read_manifest
-from llama405b.contract.errors import UserError, pluralize
-from llama405b.contract.files import read_record, write_atomic
+from llama405b.contract.checkpoints import MANIFEST, read_manifest
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import read_record
 from llama405b.contract.reader import MalformedError
-from llama405b.contract.records import EventKind, Phase
+from llama405b.contract.records import Phase
 from llama405b.data.batch import IGNORE_INDEX
 from llama405b.data.batches import (
     Batches,
-    BatchLoader,
     SkippedRange,
-    describe_epoch,
     describe_held_out,
     describe_skipped,
     end_token_warnings,
@@ -42,7 +33,6 @@ from llama405b.data.batches import (
 )
 from llama405b.data.chat_template import add_template_date
 from llama405b.data.demo_model import make_demo
-from llama405b.data.preview import N_SHOWN, format_preview, preview_sequences
 from llama405b.data.tokenizer import read_tokenizer
 from llama405b.data.tokens import TokenizeRecord
 from llama405b.distributed import collectives
@@ -59,35 +49,28 @@ from llama405b.optim.updater import Updater
 from llama405b.parallel import fsdp, load_weights
 from llama405b.parallel.busy import BusyMeter
 from llama405b.parallel.fsdp import UnitTracker
-from llama405b.parallel.load_weights import check_weights_finite
-from llama405b.parallel.passes import ForwardBackward, build_forward_backward
+from llama405b.parallel.passes import ForwardBackward
 from llama405b.parallel.split import shard_layout_of, split_model
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.hardware import match_gpu, read_gpus
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.search import find_model_shape, resolve_auto
-from llama405b.settings.axes import MicrobatchSplit, Recompute, idle_rank_note
-from llama405b.settings.config import DEMO_MODEL, to_toml, with_global_batch
+from llama405b.settings.axes import MicrobatchSplit, Recompute
+from llama405b.settings.config import DEMO_MODEL
 from llama405b.settings.rules import check_groups
-from llama405b.settings.schema import Checkpoint, Config, Data, Evaluation, Model, Parallel, Tracking, Training
+from llama405b.settings.schema import Config, Data, Evaluation, Model, Parallel
 from llama405b.spec import models
 from llama405b.spec.models import (
-    adapter_flops,
     adapter_label,
     bytes_per_parameter,
     lora_shapes,
     n_adapter_parameters,
     read_peft,
 )
-from llama405b.spec.rules import check_mesh, rounding_note
-from llama405b.tracking.uploads import TrackerProcesses, check_packages
-from llama405b.training.checkpointer import Checkpointer
+from llama405b.spec.rules import rounding_note
 from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluator, Prompts
-from llama405b.training.guards import BadSteps, Budget, SpikeDetector
 from llama405b.training.journal import unit_label
-from llama405b.training.loop import Trainer
-from llama405b.training.requests import Requests, StopSignal
 
 
 def resolve_config(config: Config, preset: str, rank: Rank) -> Config:
@@ -426,187 +409,6 @@ def _read_small_files(model: Model, data: Data, context: RankContext, *, needs_a
     return {name: base64.b64encode(content).decode() for name, content in contents.items()}
 
 
-CheckCheckpoint = Callable[[CheckpointView], None]  # raises UserError if a checkpoint must not be resumed from
-
-
-def open_checkpoints(
-    settings: Checkpoint, timeout_s: int, resume: str, n_bytes: int, context: RankContext, check: CheckCheckpoint
-) -> tuple[CheckpointSaver, Resume]:
-    """Lock the checkpoint directory, and choose the checkpoint to resume from.
-
-    ``timeout_s``: of collectives that run in the background; ``n_bytes``: size of each checkpoint.
-    """
-    shared = settings.storage == "shared"
-    store = Store(
-        Path(settings.dir or context.run.checkpoints),
-        settings.keep,
-        context.rank,
-        timeout_s,
-        run=context.run,
-        say=context.log,
-        shared=shared,
-        keep_best=settings.keep_best,
-    )
-    if not shared:
-        n_directories = pluralize(n := len(store.owners), "directory", "directories")
-        copies_note = (
-            "the next host keeps a copy" if settings.copies and n > 1 else "losing a host loses all checkpoints"
-        )
-        context.log(f"checkpoints: each host keeps its part, {n_directories} in all; {copies_note}")
-    try:
-        if settings.cadence.is_enabled:
-            store.acquire()
-            store.check_disk_space(n_bytes, settings.copies)
-        checkpoint_choice = Resume(store, resume)
-        if checkpoint_choice.checkpoint:
-            check(checkpoint_choice.checkpoint)
-        replication = Replication(store) if settings.copies and settings.cadence.is_enabled else None
-    except UserError:
-        store.close()
-        raise
-    after_save = None
-    if settings.after_save and store.is_owner:
-        say, limit_s = functools.partial(print, flush=True), settings.after_save_limit
-        after_save = AfterSave(settings.after_save, context.run, context.rank.host, say, limit_s)
-    saving = CheckpointSaver(
-        store, settings.staging_bytes, replication, after_save, delete_unsent=settings.delete_unsent
-    )
-    return saving, checkpoint_choice
-
-
-def log_changes(
-    checkpoint: CheckpointView,
-    *,
-    start_point_of: Callable[[CheckpointView], StartPoint],
-    allowed: Sequence[str],
-    context: RankContext,
-) -> None:
-    """Log what changes with a resume from a checkpoint; ``start_point_of`` returns the start point that a checkpoint gives."""
-    for line in filter(
-        None,
-        (describe_version_changes(checkpoint), check_changes(checkpoint, start_point_of(checkpoint).identity, allowed)),
-    ):
-        context.log(line)
-
-
-def resume_run(
-    checkpoint_choice: Resume, check: CheckCheckpoint, module: nn.Module, updater: Updater, context: RankContext
-) -> int:
-    """Load the chosen checkpoint, or an older one if it is damaged, and report it; return the number of finished steps."""
-    journal = context.journal
-    if checkpoint_choice.checkpoint is None:
-        journal.write_event(EventKind.STARTED, step=0)
-        if checkpoint_choice.requested == "auto":
-            journal.log("no checkpoint yet; starting from the model's weights")
-        return 0
-    step, path = load_checkpoint(checkpoint_choice, check, module, updater, context)
-    for candidate in checkpoint_choice.rejected:
-        journal.log(f"skipped {candidate}; renamed to …aside")
-        journal.write_event(EventKind.PASSED_OVER, path=candidate.path, detail=candidate.why)
-    journal.log(f"resumed from {path}")
-    journal.write_event(EventKind.RESUMED, step=step, path=path)
-    return step
-
-
-def load_checkpoint(
-    checkpoint_choice: Resume, check: CheckCheckpoint, module: nn.Module, updater: Updater, context: RankContext
-) -> tuple[int, Path]:
-    """Load the chosen checkpoint, or the next usable one if it is damaged; return its step and path.
-
-    Raises:
-        UserError: No checkpoint can be used.
-    """
-    context.enter_phase(Phase.RESUME)
-    while True:
-        assert checkpoint_choice.checkpoint
-        path = checkpoint_choice.checkpoint.path
-        try:
-            step = checkpoint_choice.load(module, updater, context.rank, context.heartbeat.record_progress)
-            break
-        except DamagedError as error:
-            context.log(str(error))
-            check(checkpoint_choice.checkpoint)
-    check_weights_finite(updater.master, path)
-    return step, path
-
-
-def build_trainer(config: Config, resume: str, context: RankContext, stop: StopSignal) -> Trainer:
-    """Prepare data, model and optimizer for the first step, from the model's weights or from a checkpoint.
-
-    Raises:
-        UserError: The model, the data or a checkpoint cannot be used.
-    """
-    start_s = time.monotonic()
-    config = with_global_batch(config, context.rank.axes)
-    with collectives.raise_on_all_ranks():
-        budget = Budget(config.training.gpu_hours, context, start_s)
-    bind_to_numa_node(config.parallel, context)
-    files = distribute_model_files(config.model, config.data, context, needs_all=config.parallel.is_fsdp1)
-    with collectives.raise_on_all_ranks():
-        if context.rank.is_rank0:
-            check_packages(config.tracking)
-    context.enter_phase(Phase.DATA)
-    directory = Path(config.checkpoint.dir or context.run.checkpoints)
-    config = with_template_date(config, files, find_newest_complete(directory) if resume != "no" else None, context)
-    batches, held_out = open_data(config.data, config.evaluation, files, context)
-    prompts = open_prompts(config, files, held_out, context)  # before weights are loaded: a prompt may be too long
-    llama = models.read_llama(files, config.model.layers)
-    check_mesh(context.rank.axes, config.parallel, llama, config.data.seq_len, ranks_per_host())
-    start_point_of = functools.partial(start_point, config=config, model_dir=files, batches=batches)
-    check = functools.partial(
-        log_changes, start_point_of=start_point_of, allowed=config.checkpoint.allow_changes, context=context
-    )
-    n_bytes = PredictedRun.from_config(llama, config, context.rank.world_size).checkpoint_bytes
-    budget.set_save_size(n_bytes * ranks_per_host() / context.rank.world_size)
-    saving, checkpoint_choice = open_checkpoints(
-        config.checkpoint, config.timeouts.load, resume, n_bytes, context, check
-    )
-    if saving.store.is_owner:
-        write_atomic(context.run.config, to_toml(config))
-    context.enter_phase(Phase.LOAD)
-    module, master = build_model(config, files, context, from_checkpoint=checkpoint_choice.checkpoint is not None)
-    updater = build_pinned_updater(config, module, master, context)
-    forward_backward = build_forward_backward(config.parallel, module, context.rank, config.model.loss)
-    torch.manual_seed(config.training.seed + context.rank.index)
-    resumed_step = resume_run(checkpoint_choice, check, module, updater, context)
-    allocate_staging(config, saving, updater, context)
-    saving.start_background_work(resumed_step)
-    start = start_point_of(checkpoint_choice.checkpoint)
-    log_reading(config, batches, start, resumed_step, context)
-    show_sequences(batches, start, files, context)
-    context.journal.resume_after(resumed_step, start.steps, restart=checkpoint_choice.requested == "no")
-    reader = build_reader(config.training, config.data.workers, batches, start, context)
-    epoch_steps = batches.steps_per_epoch(config.training.global_batch_size)
-    return Trainer(
-        config=config,
-        context=context,
-        forward_backward=forward_backward,
-        updater=updater,
-        reader=reader,
-        steps=range(resumed_step + 1, start.steps + 1),
-        flops_per_token=adapter_flops(llama, config.adapter, config.data.seq_len),
-        bad_steps=build_bad_steps(config.training, start, reader, resumed_step + 1, context),
-        checkpointer=Checkpointer(
-            saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - start_s
-        ),
-        requests=Requests(context, stop),
-        evaluator=build_evaluator(config, forward_backward, held_out, prompts, context, epoch_steps),
-        busy_meter=watch_units(config.parallel, module, context),
-        host_inputs=build_host_inputs(config, module, llama, context),
-        evaluate_first=checkpoint_choice.checkpoint is None
-        and not collectives.broadcast_object(context.journal.evaluated_at_start),
-        tokens=context.journal.tokens,
-        budget=budget,
-        trackers=start_trackers(config.tracking, checkpoint_choice.requested, resumed_step, context),
-    )
-
-
-def start_trackers(tracking: Tracking, resume: str, step: int, context: RankContext) -> TrackerProcesses:
-    """Start the trackers on rank 0; ``resume``: the setting, ``step``: the step of the loaded checkpoint."""
-    resumed_step = None if resume in ("no", "auto") else step
-    return TrackerProcesses(tracking.to if context.rank.is_rank0 else (), context.run, context.log, resumed_step)
-
-
 def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
     """Bind this rank's threads to cores near its GPU, unless the settings forbid it."""
     if parallel.numa == "auto" and (message := bind_cores(context.rank)):
@@ -670,41 +472,6 @@ def build_pinned_updater(config: Config, module: nn.Module, master: nn.Module, c
     )
 
 
-def allocate_staging(config: Config, saving: CheckpointSaver, updater: Updater, context: RankContext) -> None:
-    """Pin staging memory for saves of state that is on a GPU; otherwise the first save allocates it."""
-    if (
-        config.checkpoint.cadence.is_enabled and context.rank.on_gpu and config.parallel.offload == "none"
-    ):  # alike on all ranks
-        context.enter_phase(Phase.PIN)
-        saving.allocate_staging(updater, context.heartbeat.record_progress)
-
-
-def build_reader(
-    training: Training, workers: int, batches: Batches, start: StartPoint, context: RankContext
-) -> BatchLoader:
-    """Build the loader of this rank's micro-batches from the start point; ``workers``: number of processes that read ahead."""
-    return BatchLoader(
-        batches,
-        context.rank,
-        MicrobatchSplit.from_training(training, context.rank.dp.size),
-        training.micro_batch_size,
-        start.position,
-        workers,
-    )
-
-
-def build_bad_steps(
-    training: Training, start: StartPoint, reader: BatchLoader, first_step: int, context: RankContext
-) -> BadSteps:
-    """Build the check of steps from ``first_step`` on; it starts with the losses before a resume, unless the data is new."""
-    previous_losses = context.journal.losses if start.position else ()
-    detector = SpikeDetector.from_losses(
-        training.loss_spike_factor, previous_losses, count_spikes=training.on_loss_spike == "warn"
-    )
-    losses = collectives.broadcast_object(tuple(detector.losses), tuple[float, ...])
-    return BadSteps(training, SpikeDetector(training.loss_spike_factor, losses), reader, context.journal, first_step)
-
-
 def open_prompts(config: Config, files: Path, held_out: Batches | None, context: RankContext) -> Prompts | None:
     """Return the prompts to continue at evaluations (None: no prompts); ``files``: the tokenizer's directory.
 
@@ -729,35 +496,3 @@ def build_evaluator(
         return None
     micro_batch_size = config.training.micro_batch_size
     return Evaluator(config.evaluation, micro_batch_size, forward_backward, held_out, context, prompts, epoch_steps)
-
-
-def show_sequences(batches: Batches, start: StartPoint, files: Path, context: RankContext) -> None:
-    """Show the run's first sequences, decoded, in its log and its directory; ``files``: the tokenizer's directory.
-
-    A run that continues from a checkpoint shows them only if its directory has none, as for a run that starts from another one's.
-    """
-    if not context.rank.is_rank0 or (start.position and context.run.sequences.is_file()):
-        return
-    indices = range(start.position, start.position + min(N_SHOWN, batches.n_sequences))
-    previews = list(preview_sequences(batches, indices, read_tokenizer(files).decode))
-    context.journal.write_sequences(previews, functools.partial(format_preview, n_sequences=batches.n_sequences))
-
-
-def log_reading(config: Config, batches: Batches, start: StartPoint, done_steps: int, context: RankContext) -> None:
-    """Log the size of an epoch and of a step, and whether any step is left to take."""
-    for line in describe_epoch(config.data, batches):
-        context.log(line)
-    shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
-    dp = context.rank.dp.size
-    n_micro = pluralize(
-        MicrobatchSplit.from_training(config.training, dp).grad_accum_steps, "micro-batch", "micro-batches"
-    )
-    micro_words = f"{n_micro} on each of {pluralize(dp, 'rank')}"
-    context.log(
-        f"{pluralize(start.steps, 'step')} of {shape} ({micro_words}), {pluralize(batches.n_sequences, 'sequence')} in an epoch"
-    )
-    if note := idle_rank_note(config.training, dp):
-        context.log(note)
-    if done_steps >= start.steps:
-        message = f"nothing to train: {done_steps} of {start.steps} steps are done"
-        context.log(f"{message}; to continue, raise training.max_steps or .epochs")

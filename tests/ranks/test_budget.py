@@ -19,7 +19,7 @@ STEP_S, SAVE_S = 10.0, 2.0  # so the last 28 s are for what is still to be done
 def trainer():
     """Be the trainer on one of the ranks, by a clock of its own: each step takes ten seconds, and nothing else takes any time."""
     from llama405b.train import run_and_exit
-    from llama405b.training import build, guards
+    from llama405b.training import guards, setup
 
     steps = []
     guards.time = types.SimpleNamespace(monotonic=lambda: STEP_S * len(steps))
@@ -32,7 +32,7 @@ def trainer():
             steps.append(1)
             return super().after_step(STEP_S, SAVE_S)
 
-    build.Budget = Budget
+    setup.Budget = Budget
     run_and_exit()
 
 

@@ -153,7 +153,7 @@ def test_a_commit_that_was_cut_short_is_finished(tiny, hosts):
 def _said_at_the_start(me, place):
     from llama405b.contract.paths import RunDir
     from llama405b.settings.schema import Checkpoint
-    from llama405b.training.build import open_checkpoints
+    from llama405b.training.setup import open_checkpoints
 
     os.environ["HOSTS"] = str(place)
     _on_host(me, me.world_size)

@@ -41,7 +41,7 @@ def trainer():
     """Be the trainer on one of the ranks, with the trackers' packages; where W&B is dead, its time is over when the others have ended."""
     from llama405b.tracking import uploads
     from llama405b.train import run_and_exit
-    from llama405b.training import build
+    from llama405b.training import setup
 
     sys.path.append(str(TRACKERS))
     closing = []
@@ -57,7 +57,7 @@ def trainer():
             uploads.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
             super().close()
 
-    build.TrackerProcesses = Trackers
+    setup.TrackerProcesses = Trackers
     run_and_exit()
 
 

@@ -1,6 +1,8 @@
 """Every run that auto, --search, would help and --what-if can name over families and clusters; each kind, built and stepped in small."""
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import random
@@ -201,7 +203,8 @@ def step_all(me, root, kinds):
     wrong = {}
     for kind in kinds:
         try:
-            loss = _step(me, root, kind)
+            with contextlib.redirect_stdout(io.StringIO()):
+                loss = _step(me, root, kind)
         except Exception as error:
             wrong[kind] = f"{type(error).__name__}: {error}"
         else:

@@ -12,7 +12,7 @@ from llama405b.data.encode import DOCUMENT_START, NOT_TRAINED
 from llama405b.data.sources import Mixture, Source
 from llama405b.settings.config import Config
 from llama405b.spec.rules import reads_same_data
-from llama405b.training.build import log_changes
+from llama405b.training.setup import log_changes
 
 
 def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_path):
