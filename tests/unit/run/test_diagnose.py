@@ -16,7 +16,7 @@ from llama405b_tools.agent.evidence import (
 )
 from llama405b_tools.agent.messages import RankHeartbeat
 from llama405b_tools.parsers import StackFrame, Thread
-from llama405b_tools.run import judge
+from llama405b_tools.run import hang
 from llama405b_tools.run.diagnosis import (
     DiagnosisKind,
     FaultKind,
@@ -153,7 +153,7 @@ def test_how_long_nothing_may_move_is_what_guard_and_cluster_top_go_by(age_s, st
     assert found.verdict is verdict
     assert (found.culprit is None) is (verdict is DiagnosisKind.MOVES)
     beats = {name: [(rank.beat, age_s) for rank in host.ranks] for name, host in hosts.items()}
-    hung = judge.find_silent_rank(beats, judge.step_limits(step_s).hang_s, judge.first_step_limits(0.0).hang_s)
+    hung = hang.find_silent_rank(beats, hang.Pace(step_s))
     assert (hung is None) is (verdict is not DiagnosisKind.HANGS)
 
 

@@ -10,7 +10,8 @@ from run_rig import ended, metrics, plan, take
 from llama405b.contract.records import Cause, CauseKind, EventKind, Phase, RunEvent
 from llama405b_tools.agent.messages import NodeUpdate, RankHeartbeat
 from llama405b_tools.run import follow
-from llama405b_tools.run.follow import Ending, EndKind, HangLimits, RunMonitor, watch_run
+from llama405b_tools.run.follow import Ending, EndKind, RunMonitor, watch_run
+from llama405b_tools.run.hang import Pace
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.query import HostMessage, Unreachable
 
@@ -29,7 +30,7 @@ def foreign():
 def test_who_is_lost_is_named_before_who_waits_for_it(watch):
     watch.handle(HostMessage("b", Unreachable("no answer"), 0.0))
     take(watch, "a", beats=(RankHeartbeat(0, "a", 5, 0.0, 7, Phase.TRAIN, -5.0),), now=1000.0)
-    watch.check_hang(HangLimits(300.0, 3600.0))
+    watch.check_hang(Pace(load_s=3540.0, min_hang_s=300.0))
     worst = watch.worst_failure()
     assert (worst.host, worst.cause.kind) == ("b", CauseKind.UNREACHABLE)
     assert watch.is_hung
@@ -66,7 +67,7 @@ def watched(tmp_path, monkeypatch):
             return clock.now == 60
 
         with running_fleet(("a", "b"), followed := plan("-m", "llama405b.train")) as fleet:
-            return watch_run(fleet, followed, HangLimits(hang_after_s, 3600.0), until)
+            return watch_run(fleet, followed, Pace(load_s=3540.0, min_hang_s=hang_after_s), until)
 
     return until_the_end
 
@@ -98,7 +99,7 @@ def test_a_rank_whose_heartbeat_stands_does_not_hang_while_steps_are_taken(watch
             now=now,
         )
         take(watch, "b", beats=(RankHeartbeat(1, "b", 5, 0.0, 7, Phase.TRAIN, -5.0),), now=now)
-        watch.check_hang(HangLimits(300.0, 3600.0))
+        watch.check_hang(Pace(load_s=3540.0, min_hang_s=300.0))
         assert watch.is_hung is hangs
 
 

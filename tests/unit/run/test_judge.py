@@ -9,7 +9,8 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.records import Cause, CauseKind, NodeState, NodeStatus, Phase
 from llama405b_tools.agent.messages import HostRun, RankHeartbeat
 from llama405b_tools.run import judge
-from llama405b_tools.run.judge import HostHeartbeats, RunState
+from llama405b_tools.run.hang import HostHeartbeats, Pace, find_hung_rank, find_silent_rank
+from llama405b_tools.run.judge import RunState
 
 
 def status(state=NodeState.EXITED, cause=None, *, exit_code=0, number=None):
@@ -93,7 +94,7 @@ def beat(rank, *, time, step=7, phase=Phase.TRAIN, since=0.0, state="S"):
 def test_an_evaluation_before_the_first_step_may_be_as_slow_as_loading():
     def silent(step):
         """A rank between two forwards of an evaluation that began long ago."""
-        return judge.find_silent_rank({"a": [(beat(0, time=50.0, step=step, phase=Phase.EVAL), 90.0)]}, 60.0, 600.0)
+        return find_silent_rank({"a": [(beat(0, time=50.0, step=step, phase=Phase.EVAL), 90.0)]}, Pace(load_s=540.0))
 
     assert silent(0) is None
     assert silent(1).beat.rank == 0
@@ -101,7 +102,7 @@ def test_an_evaluation_before_the_first_step_may_be_as_slow_as_loading():
 
 def test_a_rank_that_is_silent_for_too_long():
     def hung(*beats, now=1000.0, heard_at=50.0, at=50.0):
-        found = judge.find_hang({"a": HostHeartbeats(beats, now, heard_at)}, at, 100.0, 500.0)
+        found = find_hung_rank({"a": HostHeartbeats(beats, now, heard_at)}, at, Pace(load_s=440.0, min_hang_s=100.0))
         return found and found.cause
 
     assert hung(beat(0, time=901.0)) is None

@@ -14,7 +14,8 @@ from llama405b.contract.records import Cause, CauseKind, NodeState, Phase
 from llama405b_tools.agent.messages import NodeUpdate, RankHeartbeat, StreamMessage
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run import judge, log_reader
-from llama405b_tools.run.follow import HangLimits, watch_run
+from llama405b_tools.run.follow import watch_run
+from llama405b_tools.run.hang import Pace
 from llama405b_tools.run.judge import Failure, RunState, failure_words
 from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, run_row, states_of
 from llama405b_tools.verbs import status
@@ -88,7 +89,7 @@ def hang(fleet):
     for name, host in fleet.fakes.items():
         beats = (old,) if name == "b" else ()
         host.lives = [[StreamMessage(node=NodeUpdate(True, None, "")), StreamMessage(beats=beats, now=1000.0)]]
-    watch = watch_run(fleet, following, HangLimits(300.0, 3600.0))
+    watch = watch_run(fleet, following, Pace(load_s=3540.0, min_hang_s=300.0))
     for name, host in fleet.fakes.items():  # what each node runner saw of it
         seen = Cause(CauseKind.SIGNAL, name, signal=15)
         host.status = dataclasses.replace(over(name, seen).node.status, state=NodeState.KILLED, signal=15)

@@ -36,8 +36,9 @@ from llama405b_tools.hosts.transport import HostError, failure_texts, replies
 from llama405b_tools.launch.request import LaunchRequest, requested_guard
 from llama405b_tools.launch.start import StartError, launch, resumed_launch
 from llama405b_tools.run.backends import backend_of_plan, run_verb_on, stop_launch
-from llama405b_tools.run.follow import Ending, EndKind, HangLimits, RunMonitor, follow
-from llama405b_tools.run.judge import Failure, first_step_limits, unstopped_hosts
+from llama405b_tools.run.follow import Ending, EndKind, RunMonitor, follow
+from llama405b_tools.run.hang import Pace
+from llama405b_tools.run.judge import Failure, unstopped_hosts
 from llama405b_tools.run.query import (
     BEAT_S,
     GuardStatus,
@@ -294,7 +295,7 @@ class Guard:
         self.pages = collections.deque[RunEvent]()  # that the user is to be told
         self.down_at = math.inf  # since when the run has been down
         self.notified = set[Notice]()  # what lasts, and the user was told
-        self.limits = HangLimits(request.hang_after_s, first_step_limits(request.settings.timeouts.load).hang_s)
+        self.pace = Pace(load_s=request.settings.timeouts.load, min_hang_s=request.hang_after_s)
 
     def main(self) -> int:
         """Guard the run to its end, and keep its hosts informed; return the exit code."""
@@ -395,7 +396,7 @@ class Guard:
         """Guard the run to its end; returns the exit code."""
         while True:
             ending = follow(
-                self.fleet, self.plan, hosts_argument(self.request.hosts_file), self.limits, self.note_progress
+                self.fleet, self.plan, hosts_argument(self.request.hosts_file), self.pace, self.note_progress
             )
             if ending.failure is None and ending.kind is not EndKind.RESTART:
                 self.send_pages()

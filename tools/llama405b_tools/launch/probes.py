@@ -43,8 +43,9 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Stream, replies
 from llama405b_tools.launch.request import LaunchRequest
 from llama405b_tools.launch.start import check_and_plan, launch
-from llama405b_tools.run.follow import HangLimits, RunMonitor, watch_run
-from llama405b_tools.run.judge import Failure, failure_words, first_step_limits, unstopped_hosts
+from llama405b_tools.run.follow import RunMonitor, watch_run
+from llama405b_tools.run.hang import Pace
+from llama405b_tools.run.judge import Failure, failure_words, unstopped_hosts
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, host_runs_of, run_progress
 from llama405b_tools.run.screen import show
 
@@ -200,8 +201,8 @@ def rehearsal_request(request: LaunchRequest) -> LaunchRequest:
 
 def wait_for_losses(step: int, fleet: Fleet, plan: Plan, load_s: float) -> dict[int, float]:
     """Wait for a step of the rehearsal; return the losses of all steps reported until then."""
-    limits = HangLimits(STEP_LIMIT_S, first_step_limits(load_s).hang_s)
-    monitor = watch_run(fleet, plan, limits, lambda monitor: monitor.newest_step >= step)
+    pace = Pace(load_s=load_s, min_hang_s=STEP_LIMIT_S)
+    monitor = watch_run(fleet, plan, pace, lambda monitor: monitor.newest_step >= step)
     losses = {metrics.step: metrics.loss for metrics in monitor.metrics if metrics.attempt == plan.attempt}
     if step in losses:
         return losses
@@ -312,10 +313,10 @@ def measure_steps(
     )
     assert trial.config
     plan = launch(trial, hosts, fleet, on_line=lambda _: None)
-    limits = HangLimits(STEP_LIMIT_S, first_step_limits(trial.config.timeouts.load).hang_s)
+    pace = Pace(load_s=trial.config.timeouts.load, min_hang_s=STEP_LIMIT_S)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            monitor = watch_run(fleet, plan, limits, lambda monitor: monitor.newest_step >= MEASURED_STEPS)
+            monitor = watch_run(fleet, plan, pace, lambda monitor: monitor.newest_step >= MEASURED_STEPS)
     finally:
         stop_everywhere(plan, fleet)
     if monitor.newest_step < MEASURED_STEPS:

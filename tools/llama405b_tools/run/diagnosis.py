@@ -24,8 +24,9 @@ from llama405b_tools.agent.evidence import EvidenceRequest, HostEvidence, RankEv
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import failure_texts, replies
 from llama405b_tools.parsers import StackFrame, Thread, load_per_core
-from llama405b_tools.run import judge
-from llama405b_tools.run.judge import HANG_AFTER_S, SLOW_PHASES, Failure, score_origin
+from llama405b_tools.run import hang
+from llama405b_tools.run.hang import HANG_AFTER_S, SLOW_PHASES, Pace
+from llama405b_tools.run.judge import Failure, score_origin
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.figures import format_amount, format_duration
 from llama405b_tools.text.words import clean, fold_names, fold_ranks
@@ -259,7 +260,7 @@ class Diagnosis:
 
 
 def diagnose_run(
-    hosts: Mapping[str, HostEvidence], unreachable: Mapping[str, str], hang_after_s: float = judge.HANG_AFTER_S
+    hosts: Mapping[str, HostEvidence], unreachable: Mapping[str, str], hang_after_s: float = HANG_AFTER_S
 ) -> Diagnosis:
     """Return who holds up the run. ``unreachable``: hosts that did not answer, and why; ``hang_after_s``: as cluster-top's."""
     all_positions = rank_positions(hosts)
@@ -326,12 +327,12 @@ def judge_pace(
     phase = next((position.phase for position, _ in reporting if position.phase in SLOW_PHASES), reporting[0][0].phase)
     if phase in SLOW_PHASES:
         usual_s = progress.usual_save_s if phase is Phase.CHECKPOINT else None
-        limits, is_still = judge.phase_limits(usual_s), newest_s >= max(hang_after_s, usual_s or 0.0)
+        limits, is_still = hang.phase_limits(usual_s), newest_s >= max(hang_after_s, usual_s or 0.0)
         beats = [(hosts[position.host].now, beat) for position, _ in reporting if (beat := position.evidence.beat)]
         still_s = max(now - beat.phase_since for now, beat in beats if beat.phase is phase) if is_still else 0.0
     else:
-        first = judge.first_step_limits(progress.load_s)
-        limits = judge.step_limits(progress.usual_step_s, hang_after_s) if progress.usual_step_s else first
+        pace = Pace(progress.usual_step_s, progress.load_s, hang_after_s)
+        limits = pace.steps if progress.usual_step_s else pace.first_step
         still_s = newest_s
     usual = (
         fmt_if(", usually {}", format_duration(progress.usual_step_s))
@@ -346,7 +347,7 @@ def judge_pace(
             DiagnosisKind.MOVES,
             f"making progress (phase {phase}): a rank last advanced {format_duration(newest_s)} ago{usual}",
         )
-    if still_s <= judge.LONG_SILENCE * limits.hang_s and (
+    if still_s <= hang.LONG_SILENCE * limits.hang_s and (
         working := next((p for p, _ in reporting if _is_working(p, hosts[p.host])), None)
     ):
         moved = _bytes(working.evidence.doing.moved_bytes)

@@ -30,7 +30,8 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run import judge
 from llama405b_tools.run.backends import stop_launch
 from llama405b_tools.run.diagnosis import examine_failure
-from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, log_words, unstopped_hosts
+from llama405b_tools.run.hang import STALE_AFTER_S, HostHeartbeats, Pace, find_hung_rank
+from llama405b_tools.run.judge import Failure, failure_words, log_words, unstopped_hosts
 from llama405b_tools.run.query import HostMessage, Streams, Unreachable
 from llama405b_tools.run.screen import NoReaderError, PlainPrinter, Printer, make_printer, show
 from llama405b_tools.text.words import BAR_MARK, clean, fold_ranks, split_mark
@@ -50,14 +51,6 @@ PHASE_WORDS = {
     Phase.TRAIN: "taking the first step",
 }
 PEER_GRACE_S = 15.0  # after the first failure, for the other hosts to notice by themselves
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HangLimits:
-    """How long a rank may be silent before the run counts as hung and is ended, in seconds."""
-
-    step_s: float  # between steps; at least five of the longest step so far
-    slow_s: float  # while loading, saving, and until the first step is done
 
 
 class EndKind(enum.StrEnum):
@@ -213,22 +206,21 @@ class RunMonitor:
             return ""
         return str(overdue_save(self.saves, head.now, dataclasses.asdict(head.beats[0])))  # type: ignore[no-untyped-call]
 
-    def should_give_up(self, limits: HangLimits | None) -> bool:
+    def should_give_up(self, pace: Pace | None) -> bool:
         """Return whether the other hosts had time to notice a failure: they may still run, but cannot continue."""
-        if limits and self.plan.trains:
-            self.check_hang(limits)
+        if pace and self.plan.trains:
+            self.check_hang(pace)
         if (self.failures or self.restart_by) and self.give_up_at == math.inf:
             self.give_up_at = time.monotonic() + (0 if self.is_hung else PEER_GRACE_S)
         return time.monotonic() > self.give_up_at
 
-    def check_hang(self, limits: HangLimits) -> None:
+    def check_hang(self, pace: Pace) -> None:
         """Count a rank that is silent for too long as a failure, unless steps, which need it, still complete."""
-        longest_step_s = max((metrics.step_s for metrics in self.metrics), default=0.0)
-        step_limit_s = judge.step_limits(longest_step_s, limits.step_s).hang_s
-        hung = judge.find_hang(self.heartbeats, time.monotonic(), step_limit_s, limits.slow_s)
-        if hung and not self.failures and self._step_age_s() > step_limit_s:
+        pace = dataclasses.replace(pace, step_s=max((metrics.step_s for metrics in self.metrics), default=0.0))
+        hung = find_hung_rank(self.heartbeats, time.monotonic(), pace)
+        if hung and not self.failures and self._step_age_s() > pace.steps.hang_s:
             self.is_hung = True
-            self.failures.append(hung)
+            self.failures.append(Failure(hung.host, hung.cause))
 
     def _step_age_s(self) -> float:
         """Return how long ago this attempt took its last step, by the head's clock; inf if that is unknown."""
@@ -253,7 +245,7 @@ class RunMonitor:
         """Count silent hosts as unreachable: the run has failed, and the others only waited for them."""
         for host, host_heartbeats in self.heartbeats.items():
             silent_s = now_s - host_heartbeats.arrived_s
-            if host not in self.ended_at and silent_s > judge.STALE_AFTER_S:
+            if host not in self.ended_at and silent_s > STALE_AFTER_S:
                 self.unreachable.setdefault(host, f"no message for {silent_s:.0f} s")
 
     def worst_failure(self) -> Failure | None:
@@ -319,13 +311,13 @@ class IdleMessage:
 def watch_run(
     fleet: Fleet,
     plan: Plan,
-    limits: HangLimits | None = None,
+    pace: Pace | None = None,
     until: Callable[[RunMonitor], bool] = lambda _: False,
     screen: Printer | None = None,
 ) -> RunMonitor:
     """Print what happens until every host is done, or ``until`` holds; when one fails, end the others.
 
-    With ``limits``, a run that hangs counts as failed.
+    With ``pace``, a run that hangs counts as failed.
 
     Raises:
         NobodyReadsError: Nothing can be printed any more, and there is nothing to guard.
@@ -336,13 +328,13 @@ def watch_run(
     idle = IdleMessage(monitor, time.monotonic())
     streams = Streams(fleet, names, request, records_of=names[0])
     try:
-        while not (monitor.is_over or until(monitor) or monitor.should_give_up(limits)):
+        while not (monitor.is_over or until(monitor) or monitor.should_give_up(pace)):
             lines = _next_lines(streams, monitor)
             if lines:
                 idle.since_s = time.monotonic()
             else:
                 lines = idle.due(time.monotonic())
-            if lines and not screen.show([clean(line) for line in lines]) and limits is None:
+            if lines and not screen.show([clean(line) for line in lines]) and pace is None:
                 raise NoReaderError
     finally:
         screen.close()
@@ -350,8 +342,8 @@ def watch_run(
     if monitor.failures:
         monitor.count_unreachable(time.monotonic())
     if (worst := monitor.worst_failure()) and not (plan.slurm_job and monitor.is_over):  # such a job ends by itself
-        if limits and not plan.slurm_job:
-            worst = monitor.replace_failure(worst, examine_failure(fleet, plan, worst, limits.step_s))
+        if pace and not plan.slurm_job:
+            worst = monitor.replace_failure(worst, examine_failure(fleet, plan, worst, pace.min_hang_s))
         blame = FailureRecord(plan.attempt, worst.host, worst.cause, monitor.failed_at(worst.host))
         monitor.stopped = stop_launch(plan, fleet, blame)
     return monitor
@@ -368,7 +360,7 @@ def follow(
     fleet: Fleet,
     plan: Plan,
     hosts_arg: str = "",
-    limits: HangLimits | None = None,
+    pace: Pace | None = None,
     until: Callable[[RunMonitor], bool] = lambda _: False,
     *,
     plain: bool = True,
@@ -379,8 +371,8 @@ def follow(
     unless ``plain``, a terminal has the newest step in its last line.
     """
     try:
-        monitor = watch_run(fleet, plan, limits, until, make_printer(plain=plain))
-        return summarise(monitor, plan, hosts_arg, guarded=limits is not None)
+        monitor = watch_run(fleet, plan, pace, until, make_printer(plain=plain))
+        return summarise(monitor, plan, hosts_arg, guarded=pace is not None)
     except (KeyboardInterrupt, NoReaderError):
         show(
             f"\nDetached; the run keeps going. Re-attach: `{program_name()} logs{hosts_arg} -f --run {plan.run}`. "

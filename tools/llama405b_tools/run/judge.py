@@ -7,60 +7,21 @@ import dataclasses
 import enum
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import (
-    PROCESS_STATE_NOTES,
     Cause,
     CauseKind,
     FailureRecord,
     NodeState,
     NodeStatus,
-    Phase,
     describe_cause,
 )
-from llama405b.settings.schema import Timeouts
-from llama405b_tools.agent.messages import HEARTBEAT_INTERVAL_S, HostRun, RankHeartbeat, StopReply
+from llama405b_tools.agent.messages import HostRun, RankHeartbeat, StopReply
 from llama405b_tools.hosts.transport import Outcomes, failure_texts, replies
 from llama405b_tools.text.words import clean
 
-STALE_AFTER_S = (
-    3 * HEARTBEAT_INTERVAL_S
-)  # the state of a host that is silent for longer is unknown; its connection notices far later
 ONGOING = (NodeState.STARTING, NodeState.RUNNING)
-SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME, Phase.CHECKPOINT)
-
-HANG_AFTER_S = 60.0  # --hang-after of autopsy and cluster-top, which end nothing
-# between steps, a run stalls after the longer of STALL_S and STALL_STEPS steps; HANG_STEPS: at least so many before it hangs
-STALL_S, STALL_STEPS, HANG_STEPS = 10.0, 2, 5
-LONG_SILENCE = 3  # times the silence of a hang: after that, nothing is an excuse
-MIN_PHASE_S, LONG_PHASE, HUNG_PHASE = 10.0, 3.0, 10.0  # times the usual time of a phase
-UNKNOWN_PHASE_S = 60.0  # taken for usual, if nothing is known
-SLACK_S = 60.0  # beyond the trainer's own timeout, so that it can report what it waits for
-
-
-class SilenceLimits(NamedTuple):
-    """How long nothing of a run may move, in seconds: the limits of guard, autopsy and cluster-top."""
-
-    stall_s: float  # from then on it is not healthy
-    hang_s: float  # and from then on it hangs
-
-
-def step_limits(step_s: float | None, min_hang_s: float = HANG_AFTER_S) -> SilenceLimits:
-    """Return the limits for training, with steps of this length."""
-    return SilenceLimits(max(STALL_S, STALL_STEPS * (step_s or 0.0)), max(min_hang_s, HANG_STEPS * (step_s or 0.0)))
-
-
-def phase_limits(usual_s: float | None) -> SilenceLimits:
-    """Return the limits for a phase other than training, from the phase's begin on."""
-    odd_s = max(MIN_PHASE_S, LONG_PHASE * (usual_s or UNKNOWN_PHASE_S))
-    return SilenceLimits(odd_s, odd_s * HUNG_PHASE / LONG_PHASE)
-
-
-def first_step_limits(load_s: float) -> SilenceLimits:
-    """Return the limits for the first step, which compiles and connects; ``load_s``: the run's timeouts.load, 0: unknown."""
-    return SilenceLimits(phase_limits(None).stall_s, (load_s or Timeouts().load) + SLACK_S)
 
 
 class RunState(enum.StrEnum):
@@ -231,92 +192,6 @@ def apply_failure_record(failures: Sequence[Failure], blame: FailureRecord | Non
     matching = [failure for failure in failures if (failure.host, failure.cause) == (blame.host, blame.cause)]
     decided = [*matching, Failure(blame.host, blame.cause)][0]
     return [*[other for other in failures if other is not decided], dataclasses.replace(decided, is_decided=True)]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostHeartbeats:
-    """A host's latest heartbeats."""
-
-    beats: Sequence[RankHeartbeat]
-    now: float  # by the host's clock, when they were read
-    arrived_s: float  # by the operator's monotonic clock, when they arrived
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SilentRank:
-    """A rank that has been silent for too long."""
-
-    host: str
-    beat: RankHeartbeat
-    age_s: float
-
-
-def find_silent_rank(
-    beats: Mapping[str, Sequence[tuple[RankHeartbeat, float]]], step_limit_s: float, slow_limit_s: float
-) -> SilentRank | None:
-    """Return the rank that the others most likely wait for, if any rank has been silent for too long.
-
-    ``beats``: by host, heartbeats with their age in seconds. A rank that cannot run comes first, then one in a phase that
-    may be slow, for which the others wait as long, then the one furthest behind. A process that is stopped, or has ended,
-    has no excuse in any phase.
-    """
-    silent = []
-    others_wait = any(beat.phase in SLOW_PHASES for host_beats in beats.values() for beat, _ in host_beats)
-    for host, host_beats in beats.items():
-        for beat, age_s in host_beats:
-            # Before the first step, which compiles and connects; a long wait for an update is one of a later step.
-            before_first_step = beat.time == beat.phase_since and beat.phase is not Phase.UPDATE
-            before_first_step = before_first_step or (beat.phase is Phase.EVAL and beat.step == 0)
-            slow = (others_wait or before_first_step) and beat.state not in ("T", "Z")
-            limit_s = slow_limit_s if slow else step_limit_s
-            if beat.phase not in (Phase.DONE, Phase.FAILED) and age_s > limit_s:
-                silent.append(SilentRank(host, beat, age_s))
-    return min(
-        silent,
-        key=lambda rank: (
-            is_process_runnable(rank.beat),
-            rank.beat.phase not in SLOW_PHASES,
-            rank.beat.step,
-            -rank.age_s,
-        ),
-        default=None,
-    )
-
-
-def is_process_runnable(beat: RankHeartbeat) -> bool:
-    """Return whether a rank's process can go on: it is there, and neither stopped nor waiting for a device."""
-    return bool(beat.state) and beat.state not in PROCESS_STATE_NOTES
-
-
-def find_hang(
-    heartbeats: Mapping[str, HostHeartbeats], now_s: float, step_limit_s: float, slow_limit_s: float
-) -> Failure | None:
-    """``find_silent_rank`` as a failure; each host's clock is compared only with itself, so skew does not matter."""
-    beats = {
-        host: [
-            (beat, host_heartbeats.now - beat.time + now_s - host_heartbeats.arrived_s)
-            for beat in host_heartbeats.beats
-        ]
-        for host, host_heartbeats in heartbeats.items()
-        if now_s - host_heartbeats.arrived_s <= STALE_AFTER_S
-    }
-    silent = find_silent_rank(beats, step_limit_s, slow_limit_s)
-    return Failure(silent.host, hang_cause(silent)) if silent else None
-
-
-def hang_cause(silent: SilentRank) -> Cause:
-    """Return a silent rank as a cause."""
-    beat = silent.beat
-    return Cause(
-        CauseKind.HUNG,
-        silent.host,
-        beat.rank,
-        phase=beat.phase,
-        step=beat.step,
-        age_s=silent.age_s,
-        process_state=beat.state,
-        gpu=beat.gpu,
-    )
 
 
 def cause_of_rank(beat: RankHeartbeat) -> Cause:

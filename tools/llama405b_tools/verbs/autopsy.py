@@ -12,7 +12,7 @@ from llama405b.contract.reader import dumps
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.diagnosis import Autopsy, DiagnosisKind, save_autopsy, take_autopsy
-from llama405b_tools.run.judge import HANG_AFTER_S
+from llama405b_tools.run.hang import HANG_AFTER_S
 from llama405b_tools.run.query import ask_run, fetch_plan, host_runs_of
 from llama405b_tools.verbs.arguments import verb_parser
 

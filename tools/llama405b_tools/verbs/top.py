@@ -28,7 +28,7 @@ from llama405b_tools.hosts.fleet import DEFAULT_HOSTS_FILE, Fleet, find_hosts_fi
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, HostsBackend, backend_of
-from llama405b_tools.run.judge import HANG_AFTER_S
+from llama405b_tools.run.hang import HANG_AFTER_S
 from llama405b_tools.run.query import no_such_run
 from llama405b_tools.top import event_sources, keys, remembered
 from llama405b_tools.top.draw import panels

@@ -5,7 +5,6 @@
 
 import collections
 import dataclasses
-import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,8 @@ from llama405b.contract.errors import fmt_if, pluralize
 from llama405b.contract.reader import Json
 from llama405b.contract.records import GuardState, Phase
 from llama405b_tools.parsers import THERMAL_REASONS
-from llama405b_tools.run import judge
+from llama405b_tools.run import hang, judge
+from llama405b_tools.run.hang import Pace
 from llama405b_tools.run.judge import Failure, first_failure
 from llama405b_tools.text.figures import format_stopwatch
 from llama405b_tools.text.words import clean, fold_names
@@ -140,11 +140,11 @@ def advice(
 def guard_acts_in_s(snapshot: ClusterSnapshot) -> float | None:
     """Return the seconds until the run's guard ends a hang between steps; None: unknown, or another phase."""
     limits = [run.guard.hang_after_s for run in snapshot.last_reports.values() if run.guard and run.guard.hang_after_s]
-    silent = judge.find_silent_rank(snapshot.informative_beats, 0.0, math.inf)
+    silent = hang.quietest_rank(snapshot.informative_beats)
     if not (limits and silent) or silent.beat.phase is not Phase.TRAIN:
         return None
     longest_s = max((step.step_s for step in snapshot.metrics if step.step_s), default=0.0)
-    return max(0.0, judge.step_limits(longest_s, max(limits)).hang_s - silent.age_s)
+    return max(0.0, Pace(longest_s, min_hang_s=max(limits)).steps.hang_s - silent.age_s)
 
 
 def _wake_command(snapshot: ClusterSnapshot) -> str:

@@ -15,8 +15,9 @@ from llama405b.contract.accounting import Account
 from llama405b.contract.records import Cause, CauseKind, FailureRecord, NodeState, Phase
 from llama405b_tools import parsers
 from llama405b_tools.agent.messages import RankHeartbeat
-from llama405b_tools.run import judge
-from llama405b_tools.run.judge import Failure, phase_limits, step_limits
+from llama405b_tools.run import hang, judge
+from llama405b_tools.run.hang import Pace, phase_limits
+from llama405b_tools.run.judge import Failure
 from llama405b_tools.text.words import clean, fold_ranks
 from llama405b_tools.top.state import thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
@@ -351,13 +352,13 @@ class ClusterSnapshot:
 
     def _silence_hang(self) -> Hang | None:
         """Return the hang of a rank that has been silent for too long in training."""
-        limit_s = judge.step_limits(self.median("step_s"), self.hang_after_s).hang_s
-        slow_s = judge.first_step_limits(max((plan.load_s for plan in self.plans), default=0.0)).hang_s
-        silent = judge.find_silent_rank(self.informative_beats, limit_s, slow_s)
+        load_s = max((plan.load_s for plan in self.plans), default=0.0)
+        pace = Pace(self.median("step_s"), load_s, self.hang_after_s)
+        silent = hang.find_silent_rank(self.informative_beats, pace)
         if silent is None:
             return None
         beat = (silent.host, silent.beat.rank, silent.beat.time)
-        is_long = silent.age_s > judge.LONG_SILENCE * limit_s
+        is_long = silent.age_s > hang.LONG_SILENCE * pace.steps.hang_s
         log_ages = self._log_ages()
         gpus = self.hosts[silent.host].gpus_of_rank(self.run, silent.beat)
         if not verdicts.is_hang(
@@ -385,7 +386,7 @@ class ClusterSnapshot:
         duration = self.phase_duration
         if (
             not duration
-            or duration.duration_s < judge.phase_limits(duration.usual_s).hang_s
+            or duration.duration_s < hang.phase_limits(duration.usual_s).hang_s
             or self.idle_s < max(self.hang_after_s, duration.usual_s or 0.0)
         ):
             return None
@@ -398,7 +399,7 @@ class ClusterSnapshot:
         if not stuck:
             return None
         name, beat = min(
-            stuck, key=lambda entry: (judge.is_process_runnable(entry[1]), entry[1].phase_since, entry[1].rank)
+            stuck, key=lambda entry: (hang.is_process_runnable(entry[1]), entry[1].phase_since, entry[1].rank)
         )
         n_ranks = sum(len(host_beats) for host_beats in self.beats.values())
         ranks_text = f"rank {beat.rank}"
@@ -524,7 +525,7 @@ def stall_notes(snapshot: ClusterSnapshot) -> Iterator[Note]:
     if not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
         return
     age_s = min((age_s for _, age_s in beats), default=0.0)
-    if age_s >= step_limits(step_s).stall_s:
+    if age_s >= Pace(step_s).steps.stall_s:
         yield Note("stall", f"this step has run for {age_s:.0f} s, usually {step_s:.1f} s", ("step",))
 
 

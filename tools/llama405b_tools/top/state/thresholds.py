@@ -43,7 +43,7 @@ USUAL_LOSS_STEPS = 20  # before these, of which that median is taken
 SLOW_RANK, SLOW_PART = 2.0, 0.2  # times the median of the ranks, and at least this share of a step more
 BEHIND, BEHIND_S = 0.05, 0.1  # share of a step, and seconds, that the slowest rank computes longer than the median rank
 
-# silence: of hangs and stalls, see run/judge.py
+# silence: of hangs and stalls, see run/hang.py
 MOVED_BYTES = 1 << 20  # bytes a process must read or write between two frames to count as active
 
 DISAGREE_STEPS, DISAGREE_S = 5, 30.0  # times the median step, and at least this long, between heartbeats and metrics
