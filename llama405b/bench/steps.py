@@ -46,9 +46,9 @@ from llama405b.predict.hardware import match_gpu, read_gpus
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.search import Prediction
 from llama405b.settings.axes import Recompute
+from llama405b.settings.choices import StrategyName
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Config, Data, Model, Offload, Optimizer, Parallel, Training
-from llama405b.settings.strategies import StrategyName
 from llama405b.spec import models
 from llama405b.spec.probes import Figure
 

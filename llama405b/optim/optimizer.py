@@ -1,6 +1,6 @@
 """Optimizers: parameter groups, learning-rate schedule, FP32 master weights, and stochastic rounding to BF16.
 
-``RULES`` and ``settings.optimizers`` are all that differs between optimizers.
+``RULES`` and ``settings.choices`` are all that differs between optimizers.
 Master weights have the names and shards of the model, but no forward.
 
 Stochastic rounding goes up or down with probabilities that preserve the mean, so that updates below BF16's resolution are not lost. The
@@ -26,7 +26,7 @@ from llama405b.optim.adamw import update_adamw
 from llama405b.optim.lion import update_lion
 from llama405b.optim.muon import update_muon
 from llama405b.optim.updater import GroupParams, State, UpdateRule, local_tensor
-from llama405b.settings.optimizers import OPTIMIZERS, OptimizerName, is_layer_matrix
+from llama405b.settings.choices import OPTIMIZERS, OptimizerName, is_layer_matrix
 from llama405b.settings.rules import ParameterGroup, find_group
 from llama405b.settings.schema import Numerics, Optimizer, Parallel
 

@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from llama405b.distributed.ranks import Rank
 from llama405b.model.llama import build_on_meta, llama_name, restore_buffers, strip_wrappers, tie_head
 from llama405b.settings.axes import SHARD_AXES, Axes
+from llama405b.settings.choices import UNIT_CLASSES, Strategy
 from llama405b.settings.schema import FP32_MASTERS, Parallel
-from llama405b.settings.strategies import UNIT_CLASSES, Strategy
 
 
 def shard_dtype(parallel: Parallel) -> torch.dtype:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from llama405b.predict.memory import INPUT_BUFFERS
 from llama405b.predict.run_shape import PredictedRun, StageSpec, layer_adapter_shapes
 from llama405b.settings.axes import Axes
-from llama405b.settings.optimizers import OPTIMIZERS
+from llama405b.settings.choices import OPTIMIZERS
 from llama405b.settings.schema import ADAPTER_TARGETS, VOCAB_CHUNK
 from llama405b.spec.models import LLAMA, lora_shapes
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from llama405b.contract.errors import STAGING_SHARE
 from llama405b.settings.axes import DP_AXES, FULL_RECOMPUTE, SHARD_AXES, Axes, Recompute
-from llama405b.settings.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
+from llama405b.settings.choices import OPTIMIZERS, FsdpUnit, OptimizerName, OptimizerSpec
 from llama405b.settings.schema import (
     BF16_NUMERICS,
     COMPUTE_BYTES,
@@ -29,7 +29,6 @@ from llama405b.settings.schema import (
     PipelineSchedule,
     moment_bytes,
 )
-from llama405b.settings.strategies import FsdpUnit
 from llama405b.spec.models import EMBEDDING, HEAD, Llama, lora_shapes, moments_per_parameter, n_trained_parameters
 from llama405b.spec.rules import InFlight, find_in_flight
 from llama405b.spec.tensors import split_layers

@@ -31,6 +31,7 @@ from llama405b.predict.hardware import ModelShape
 from llama405b.predict.run_shape import PredictedRun, rank_elements
 from llama405b.settings import config
 from llama405b.settings.axes import FULL_RECOMPUTE, Axes, Recompute
+from llama405b.settings.choices import UNIT_CLASSES, StrategyName
 from llama405b.settings.config import with_global_batch
 from llama405b.settings.rules import find_step_faults
 from llama405b.settings.schema import (
@@ -42,7 +43,6 @@ from llama405b.settings.schema import (
     Parallel,
     PipelineSchedule,
 )
-from llama405b.settings.strategies import UNIT_CLASSES, StrategyName
 from llama405b.spec import models
 from llama405b.spec.models import Llama, adapter_flops
 from llama405b.spec.rules import find_mesh_faults

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from llama405b.contract.errors import UserError, last_or, pluralize
-from llama405b.settings.strategies import STRATEGIES
+from llama405b.settings.choices import STRATEGIES
 
 if TYPE_CHECKING:
     from llama405b.settings.schema import Parallel, Training

@@ -1,9 +1,14 @@
-"""The usual names of strategies for many ranks, and what each one sets. All but fsdp1 use FSDP2.
+"""Names that stand for several settings, and what each one sets: strategies for many ranks, and optimizers.
 
-A step has several micro-batches if the global batch is larger than what all ranks compute at once. ZeRO's stages: arXiv 1910.02054.
+All strategies but fsdp1 use FSDP2. A step has several micro-batches if the global batch is larger than what all ranks compute at once.
+ZeRO's stages: arXiv 1910.02054.
+
+An elementwise optimizer treats each element by itself, so any mesh and any place of its state will do. A matrix optimizer needs the whole
+matrix of a layer on one device; what is no such matrix is updated by another.
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 FsdpUnit = Literal["layer", "sublayer"]
@@ -36,3 +41,36 @@ STRATEGIES: dict[StrategyName, Strategy] = {
     "3d": Strategy(is_auto=True),
     "auto": Strategy(is_auto=True),
 }
+
+
+OptimizerName = Literal["adamw", "lion", "muon"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """What is known of an optimizer without torch."""
+
+    moments: tuple[str, ...]  # states as large as the parameter, by their names in checkpoints
+    settings: tuple[str, ...]  # of ``Optimizer``, which it reads beside those of the schedule
+    rms: float = 0.0  # root mean square of an update, in learning rates; 0: it follows from the first of betas
+    rest: OptimizerName | None = None  # of a matrix optimizer: what updates all else
+
+    def update_rms(self, beta1: float) -> float:
+        """Return the root mean square of an update, in learning rates, where gradients are noise.
+
+        AdamW's m / sqrt(v): m is a running average, whose variance is (1 - beta1) / (1 + beta1) of theirs (arXiv 1711.05101).
+        """
+        return self.rms or math.sqrt((1 - beta1) / (1 + beta1))
+
+
+OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
+    "adamw": OptimizerSpec(("exp_avg", "exp_avg_sq"), ("betas", "eps")),
+    "lion": OptimizerSpec(("exp_avg",), ("betas",), rms=1.0),
+    "muon": OptimizerSpec(("momentum_buffer",), ("momentum", "betas", "eps"), rms=0.2, rest="adamw"),
+}
+ALL_SETTINGS = {name for spec in OPTIMIZERS.values() for name in spec.settings}
+
+
+def is_layer_matrix(name: str, n_dimensions: int) -> bool:
+    """Check whether a matrix optimizer updates a parameter: a matrix of a decoder layer, by its name in the checkpoint."""
+    return n_dimensions == 2 and name.startswith("model.layers.")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.reader import Json
-from llama405b.settings.strategies import UNIT_CLASSES
+from llama405b.settings.choices import UNIT_CLASSES
 
 # Earlier names of settings, and of their values after the present name of the setting.
 RENAMED = {

@@ -14,8 +14,15 @@ from typing import Any, Literal
 
 from llama405b.contract.errors import UserError, parse_seconds, parse_staging_bytes
 from llama405b.contract.software import DOCS
-from llama405b.settings.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec
-from llama405b.settings.strategies import STRATEGIES, FsdpUnit, Strategy, StrategyName
+from llama405b.settings.choices import (
+    OPTIMIZERS,
+    STRATEGIES,
+    FsdpUnit,
+    OptimizerName,
+    OptimizerSpec,
+    Strategy,
+    StrategyName,
+)
 
 FIRST_INTERVAL_S = 600.0  # before the first save with auto, when the cost of a save is unknown
 MIN_INTERVAL_S = 60.0

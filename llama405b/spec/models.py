@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from llama405b.contract.errors import UserError, and_more
 from llama405b.formats.corpus import OWNER_NAME, check_template
-from llama405b.settings.optimizers import OPTIMIZERS, OptimizerName, is_layer_matrix
+from llama405b.settings.choices import OPTIMIZERS, OptimizerName, is_layer_matrix
 from llama405b.settings.schema import ADAPTER_TARGETS, COMPUTE_BYTES, Adapter, Config
 from llama405b.spec.tensors import Layout, TensorInfo, read_header, read_hf_json, read_tensors
 

@@ -14,10 +14,9 @@ from typing import Any
 from llama405b.contract.checkpoints import OPTIMIZER, RunIdentity
 from llama405b.contract.errors import UserError, pluralize
 from llama405b.settings.axes import DP_AXES, SHARD_AXES, Axes
-from llama405b.settings.optimizers import ALL_SETTINGS
+from llama405b.settings.choices import ALL_SETTINGS, STRATEGIES
 from llama405b.settings.rules import ALL_CHANGES, STEPS
 from llama405b.settings.schema import Config, Optimizer, Parallel
-from llama405b.settings.strategies import STRATEGIES
 from llama405b.spec.models import FUSED, Llama, adapter_label
 
 

@@ -12,9 +12,9 @@ from llama405b.predict.estimate import estimate
 from llama405b.predict.memory import find_stage_peak
 from llama405b.predict.run_shape import FP32_NORMS, PredictedRun, StageSpec, rank_elements, shard_elements
 from llama405b.settings.axes import Axes, Recompute
+from llama405b.settings.choices import UNIT_CLASSES
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Adapter, Parallel
-from llama405b.settings.strategies import UNIT_CLASSES
 from llama405b.spec.models import parse_llama
 from tracked import host_bytes, optimizer_bytes, track
 

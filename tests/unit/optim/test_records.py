@@ -12,7 +12,7 @@ from llama405b.optim.optimizer import build_optimizer, init_moments, trainable_p
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.search import is_runnable
-from llama405b.settings.optimizers import OPTIMIZERS
+from llama405b.settings.choices import OPTIMIZERS
 from llama405b.settings.rules import find_faults
 from llama405b.settings.schema import Adapter, Config, Optimizer, Parallel
 from llama405b.spec.models import parse_llama
