@@ -11,9 +11,9 @@ import sys
 import time
 
 import pytest
+import simulate
 
 from conftest import ROOT
-from llama405b_tools.top.state import simulate
 from ops_rig import Terminal, wait_for
 
 TOP = [sys.executable, "-m", "llama405b_tools.cli", "top"]

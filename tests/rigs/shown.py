@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import io
 
+import simulate
 from rich.console import Console
 from situations import SITUATIONS, Situation, watch
 
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.ui import LogLine, Ui, make_theme, styled_segments
 from llama405b_tools.top.session import LogPane
-from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import ClusterView
 from llama405b_tools.top.state.trends import Trends

@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from llama405b_tools.top.state import simulate
+import simulate
+
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import ClusterView, GuardShown
 

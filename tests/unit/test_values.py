@@ -13,7 +13,7 @@ from conftest import ROOT
 MANY = 3  # words: a literal of more is a sentence
 FOREIGN = (  # tables of what other programs write, and the recording that the demo plays
     "llama405b/distributed/collectives.py", "tools/llama405b_tools/parsers.py",
-    "tools/llama405b_tools/top/state/simulate.py", "tools/llama405b_tools/agent/hostprobe.py",
+    "tools/llama405b_tools/agent/hostprobe.py",
     "tools/llama405b_tools/agent/sampler.py", "tools/llama405b_tools/agent/sampled_run.py",
 )  # fmt: skip
 JUDGING = (  # they assert values alone

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import simulate
 from shown import HUNG, played, text_of
 
 from llama405b.contract import reader
@@ -13,7 +14,6 @@ from llama405b_tools.top.draw.ui import VIEWS, Ui, make_theme
 from llama405b_tools.top.event_sources import SourceEvent
 from llama405b_tools.top.keys import press
 from llama405b_tools.top.session import HISTORY_S, MAX_FILES, PICTURE_EVERY_S, BlackBox, Session
-from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.picture import ClusterVerdict
 
 N_HOSTS = 2

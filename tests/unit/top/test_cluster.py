@@ -7,6 +7,7 @@ import re
 import shlex
 
 import pytest
+import simulate
 from fakes import FakeFleet
 from situations import CLOCK, POWER, as_sent, gpus
 
@@ -16,7 +17,7 @@ from llama405b_tools.text.words import CONTROLS
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.ui import VIEWS, Ui
 from llama405b_tools.top.event_sources import LiveSource
-from llama405b_tools.top.state import picture, simulate
+from llama405b_tools.top.state import picture
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import GuardShown, HostState
 from llama405b_tools.top.state.trends import Trends

@@ -1,8 +1,8 @@
 """How many GPUs a host is expected to have: what is really there, not what was once said."""
 
 import pytest
+import simulate
 
-from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import HostState
 

@@ -1,12 +1,12 @@
 """Numbers that cannot be true are unknown, never shown as they were said."""
 
 import pytest
+import simulate
 from situations import as_sent
 
 from llama405b.contract import reader
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import Heartbeat, Metrics
-from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.cluster import ClusterState
 
 T0 = simulate.BEGIN

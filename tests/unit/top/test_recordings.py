@@ -1,18 +1,22 @@
 """Recordings: what is read back from a file, complete or cut short."""
 
+import lzma
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import simulate
 
-from llama405b_tools.top.event_sources import Recorder, open_replay
+from llama405b_tools.top.event_sources import DEMO_RECORDING, Recorder, open_replay
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["r.jsonl", "r.gz"])
-@pytest.mark.parametrize("cut", [0, 30])
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [*((f"r.{kind}", 0) for kind in ("jsonl", "gz", "xz")), ("r.jsonl", 30), ("r.gz", 30), ("r.xz", 3000)],
+)
 def test_a_recording_says_whether_it_is_whole(tmp_path, name, cut):
     path, source = tmp_path / name, open_replay("demo", 1.0)
     recorder, written = Recorder(path, source), list(source.remaining_events())[:-1]
@@ -28,6 +32,12 @@ def test_a_recording_says_whether_it_is_whole(tmp_path, name, cut):
         assert events == written
         assert last.note == "the recording ends"
     assert last.t == events[-1].t
+
+
+@pytest.mark.slow
+def test_the_demo_is_the_simulated_incident(tmp_path):
+    simulate.write_recording(tmp_path / "r.xz")
+    assert lzma.decompress((tmp_path / "r.xz").read_bytes()) == lzma.decompress(DEMO_RECORDING.read_bytes())
 
 
 @pytest.mark.slow

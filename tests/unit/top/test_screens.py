@@ -9,6 +9,7 @@ import os
 import re
 
 import pytest
+import simulate
 from rich.console import Console, Group
 from shown import HOT, HUNG, LOADING, blank_share, in_situation, played, text_of
 
@@ -27,7 +28,6 @@ from llama405b_tools.top.draw.ui import (
     make_theme,
     styled_segments,
 )
-from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.picture import MIN_GBIT, NETWORK, QUANTITIES, HostState, Severity
 from llama405b_tools.top.state.trends import Trends
 

@@ -4,10 +4,11 @@ import copy
 import re
 
 import pytest
+import simulate
 from situations import as_sent
 
 from llama405b_tools.top.draw.panels import draw_headline
-from llama405b_tools.top.state import simulate, verdicts
+from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.cluster import ClusterState, guard_acts_in_s
 from llama405b_tools.top.state.picture import ClusterVerdict, GuardShown, HostState, RunPhase, Severity
 

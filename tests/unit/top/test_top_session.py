@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+import simulate
 from situations import as_sent
 
 from llama405b.contract.accounting import Account, Incident
@@ -16,7 +17,7 @@ from llama405b_tools.top import event_sources
 from llama405b_tools.top import session as sessions
 from llama405b_tools.top.event_sources import LiveSource, SourceEvent
 from llama405b_tools.top.session import Session, current_guard
-from llama405b_tools.top.state import simulate, thresholds
+from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import ClusterVerdict, GuardShown, HostState, Severity
 from llama405b_tools.verbs import top

@@ -5,11 +5,11 @@ import dataclasses
 import random
 
 import pytest
+import simulate
 from shown import HOT, played
 
 from llama405b_tools.top.draw.charts import TimeAxis, draw_chart, scale_around, scale_from_zero
 from llama405b_tools.top.draw.hosts import split_map_rows
-from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.picture import POWER
 from llama405b_tools.top.state.trends import N_BUCKETS, N_COLUMNS, UNKNOWN, WINDOWS_S, Series, TrendGrid, Trends
 

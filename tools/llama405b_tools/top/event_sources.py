@@ -1,4 +1,4 @@
-"""The sources of cluster-top's events: samplers on live hosts, a recording, or the simulated incident.
+"""The sources of cluster-top's events: samplers on live hosts, or a recording.
 
 Events wait in a queue that is bounded per host, so that a host that sends a lot does not delay the others. A recording is a header
 followed by one event per line, as JSON; it is compressed if its name ends in ``.gz``.
@@ -10,6 +10,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import lzma
 import math
 import threading
 import time
@@ -25,9 +26,10 @@ from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import MAX_LINE, NEEDS_CLEANING, HostError, Stream
 from llama405b_tools.text.words import CONTROLS, LogEntry, LogMerger, clean, clean_value
-from llama405b_tools.top.state import simulate, thresholds
+from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.picture import HostState
 
+DEMO_RECORDING = Path(__file__).with_name("demo.jsonl.xz")  # tests/rigs/simulate.py wrote it
 MAX_WAITING_NEWS = 4  # queued frames and links per host; beyond that, the host has to wait
 MAX_WAITING_BLOCKS = 2000  # queued log blocks per host; beyond that, the oldest are dropped and counted
 MAX_BLOCKS_TAKEN = 4000  # log blocks taken at once from all hosts: about 0.1 s of work
@@ -103,6 +105,7 @@ MAX_FRAME = 4 << 20  # characters; frames of a host with many processes have a t
 MAX_OTHER_LINES = 1000  # lines that are no frames, such as output of a shell's start-up files
 END_OF_TIME = 1e11  # seconds since the epoch; the latest that datetime can format
 GZIP = b"\x1f\x8b"  # how a gzip file begins (RFC 1952)
+XZ = b"\xfd7"
 LAST_LINE = '{"end": true}'  # of a complete recording
 
 
@@ -318,24 +321,17 @@ class ReplaySource:
 EventSource = LiveSource | ReplaySource
 
 
-def open_replay(name: str, speed: float, demo_hosts: int = 8) -> ReplaySource:
-    """Open a recording, or the simulated incident (``demo``).
+def open_replay(name: str, speed: float) -> ReplaySource:
+    """Open a recording, or the one of a simulated incident that ships with the program (``demo``).
 
     Raises:
         UserError: The file cannot be read, or is not a recording.
     """
-    if name == "demo":
-        names = simulate.host_names(demo_hosts)
-        end = SourceEvent(simulate.BEGIN + simulate.LENGTH_S, names[-1], note="the incident ends")
-        incident = (
-            reader.build_record(SourceEvent, raw_event, "event") for raw_event in simulate.simulate_incident(demo_hosts)
-        )
-        return ReplaySource(RecordingHeader(1, tuple(names), 2.0), itertools.chain(incident, [end]), "SIMULATED", speed)
-    path = Path(name)
+    path = DEMO_RECORDING if name == "demo" else Path(name)
     try:
         lines = _read_lines(path)
         header = reader.loads(RecordingHeader, next(lines, ""), "header")
-    except (ValueError, gzip.BadGzipFile, zlib.error):
+    except (ValueError, gzip.BadGzipFile, zlib.error, lzma.LZMAError):
         raise UserError(f"--replay: {path} is not a recording of cluster-top; make one with --record") from None
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or "it is truncated"
@@ -345,8 +341,8 @@ def open_replay(name: str, speed: float, demo_hosts: int = 8) -> ReplaySource:
 
 def _read_lines(path: Path) -> Iterator[str]:
     with path.open("rb") as raw:
-        is_gzip = raw.read(2) == GZIP
-    with _open_file(path, "rt", is_gzip=is_gzip) as file:
+        first_bytes = raw.read(2)
+    with _open_file(path, "rt", {GZIP: ".gz", XZ: ".xz"}.get(first_bytes, "")) as file:
         while line := file.readline(MAX_LINE):
             yield line
 
@@ -354,7 +350,7 @@ def _read_lines(path: Path) -> Iterator[str]:
 def _parse_events(lines: Iterator[str], hosts: set[str]) -> Iterator[SourceEvent]:
     """Yield the events up to the end or the first invalid line: the machine may have died while recording."""
     last_time, is_complete = 0.0, False
-    with contextlib.suppress(ValueError, OSError, EOFError, RecursionError, zlib.error):
+    with contextlib.suppress(ValueError, OSError, EOFError, RecursionError, zlib.error, lzma.LZMAError):
         for line in lines:
             is_complete = line.strip() == LAST_LINE
             value = json.loads(line)
@@ -367,9 +363,11 @@ def _parse_events(lines: Iterator[str], hosts: set[str]) -> Iterator[SourceEvent
     yield SourceEvent(last_time, max(hosts), note=words)
 
 
-def _open_file(path: Path, mode: Literal["rt", "xt"], *, is_gzip: bool) -> IO[str]:
-    if is_gzip:
+def _open_file(path: Path, mode: Literal["rt", "xt"], suffix: str) -> IO[str]:
+    if suffix == ".gz":
         return gzip.open(path, mode, encoding="utf-8")
+    if suffix == ".xz":
+        return lzma.open(path, mode, encoding="utf-8")
     return path.open(mode, encoding="utf-8")
 
 
@@ -383,7 +381,7 @@ class Recorder:
             UserError: The file exists or cannot be written.
         """
         try:
-            self.file = _open_file(path, "xt", is_gzip=path.suffix == ".gz")
+            self.file = _open_file(path, "xt", path.suffix)
         except FileExistsError:
             raise UserError(f"--record: {path} exists; use another name") from None
         except OSError as error:

@@ -137,7 +137,7 @@ def _parser() -> OneLineParser:
     )
     add("--serve", metavar="[ADDR:]PORT", help="serve the screen to browsers; without ADDR only on this machine")
     add("--metrics", metavar="[ADDR:]PORT", help="serve Prometheus metrics; without ADDR only on this machine")
-    add("--record", type=Path, metavar="FILE", help="record all received data to FILE (.gz compresses)")
+    add("--record", type=Path, metavar="FILE", help="record all received data to FILE (.gz and .xz compress)")
     add("--replay", metavar="FILE", help="play back a recording; demo is a simulated incident on 64 GPUs")
     add("--speed", type=float, default=1.0, metavar="X", help="playback speed of --replay [1]")
     return parser

@@ -1,4 +1,4 @@
-"""Simulate an incident on a cluster, as frames like the sampler's, for the demo and the tests. Pure.
+"""Simulate an incident on a cluster, as frames like the sampler's, for the tests and the recording that `--replay demo` plays. Pure.
 
 The screen is marked SIMULATED. N hosts with eight H100s each train; one GPU is slowed by heat, a rank hangs, and the
 guard restarts the run from its checkpoint. nvidia-smi's fields are in its own format.
@@ -7,6 +7,7 @@ guard restarts the run from its checkpoint. nvidia-smi's fields are in its own f
 import math
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from llama405b.contract.reader import Json
@@ -331,3 +332,23 @@ class _SimulatedHost:
         if step % SAVE_EVERY == 0:
             lines.append(f"saved /shared/llama-405b/step-{step:08d}")
         return [[BEGIN + t, f"{LOGS}/0/stdout.log", line] for line in lines]
+
+
+def write_recording(path: Path, n_hosts: int = 8) -> None:
+    """Record the incident, as ``--record`` does."""
+    from llama405b.contract import reader
+    from llama405b_tools.top.event_sources import Recorder, RecordingHeader, ReplaySource, SourceEvent
+
+    events = (reader.build_record(SourceEvent, event, "event") for event in simulate_incident(n_hosts))
+    source = ReplaySource(RecordingHeader(1, tuple(host_names(n_hosts)), 2.0), events, "SIMULATED")
+    recorder = Recorder(path, source)
+    for event in source.remaining_events():
+        recorder.write(event)
+    recorder.close()
+
+
+if __name__ == "__main__":
+    from llama405b_tools.top.event_sources import DEMO_RECORDING
+
+    DEMO_RECORDING.unlink(missing_ok=True)
+    write_recording(DEMO_RECORDING)
