@@ -68,6 +68,11 @@ class Extension:
         """Whether the module defines a loss; see ``model.head.UserLoss``."""
         return not {"loss", LOSS_CLASS}.isdisjoint(self.declared.functions)
 
+    @property
+    def has_document_loss(self) -> bool:
+        """Whether that loss sees the documents of a batch."""
+        return LOSS_CLASS in self.declared.functions
+
     def metrics(self, context: HookContext) -> dict[str, float]:
         """Return the user's metrics of a step; omit numbers that are not finite."""
         result = self.call("metrics", context)
@@ -103,7 +108,7 @@ class Extension:
         """Call a function of the module that returns one number as a tensor."""
         with self._blame_module(name):
             result = function(*args)
-        if getattr(result, "shape", None) != ():
+        if getattr(result, "shape", None) != () or not hasattr(result, "backward"):
             shown = " ".join(str(result).split())[:80]
             raise RunError(
                 f"{self.declared.path}: {name}() returned {shown}; return a tensor with one number, a sum over the batch"

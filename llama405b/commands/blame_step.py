@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from llama405b import extend
 from llama405b.checkpoint.compatibility import StartPoint
 from llama405b.checkpoint.store import CheckpointView
 from llama405b.contract import reader
@@ -96,7 +97,7 @@ def measure_document(
     All ranks must call it. It does not change the weights.
     """
     trained = _build_batch(batches, document, rank, is_trained=True)
-    n_terms, n_targets = (int(count) for count in all_reduce_sum(passes.count(trained)).tolist())
+    n_terms, n_targets = all_reduce_sum(passes.count(trained)).tolist()
     if not n_terms:
         return None
     nll = passes.train([trained], n_terms, updater, lambda _: None)
@@ -104,12 +105,12 @@ def measure_document(
     norm = updater.clip(0.0)  # 0: no clipping, only the norm
     updater.zero_grad()
     untrained = _build_batch(batches, document, rank, is_trained=False)
-    n_untrained = int(all_reduce_sum(passes.count(untrained))[0])
+    n_untrained = float(all_reduce_sum(passes.count(untrained))[0])
     untrained_loss = None
     if n_untrained:
         with torch.no_grad():
             untrained_loss = float(all_reduce_sum(passes.evaluate(untrained))) / n_untrained
-    return DocumentEffect(document, n_targets, loss, norm, untrained_loss)
+    return DocumentEffect(document, int(n_targets), loss, norm, untrained_loss)
 
 
 def _build_batch(batches: Batches, document: DocumentInStep, rank: Rank, *, is_trained: bool) -> Batch:
@@ -218,6 +219,10 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
     Raises:
         UserError: The step or the data does not follow the checkpoint, or a model, data or checkpoint cannot be used.
     """
+    if extend.current().has_document_loss:
+        raise UserError(
+            "--blame: measures documents one by one, which the Loss of --extend does not count; use a loss() of tokens"
+        )
 
     def check_start(start: StartPoint, saved: CheckpointView | None) -> None:
         if saved and saved.manifest.identity and saved.manifest.identity.data != start.identity.data:

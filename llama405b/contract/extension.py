@@ -77,6 +77,13 @@ def read_extension(module: str) -> ExtensionModule:
         or (isinstance(node, ast.ClassDef) and node.name == LOSS_CLASS)
     )
     values = dict(_read_values(tree, path))
+    imported = [
+        name.asname or name.name for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names
+    ]
+    if LOSS_CLASS in imported:
+        raise UserError(
+            f"--extend: {path}: {LOSS_CLASS} is imported; define the class in this file, also as a subclass of that one"
+        )
     if not functions:
         raise UserError(
             f"--extend: {path} defines none of {', '.join((*FUNCTIONS, LOSS_CLASS))}; see {DOCS}/extending.md"

@@ -156,6 +156,7 @@ class LocatedDocument(NamedTuple):
     document: Document
     location: DocumentLocation
     with_previous: bool = False  # kept in one sequence with the document before
+    with_next: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class Documents:
         remaining_chars, previous_bytes = self.max_bytes, 0
         for part, file_format in self.parts:
             for item, part_bytes in self._read_part(part, file_format):
-                if remaining_chars <= 0:
+                if remaining_chars <= 0 and not item.with_previous:
                     return
                 self.n_read_bytes = min(self.total_bytes, previous_bytes + part_bytes)
                 yield item
@@ -274,8 +275,12 @@ class Documents:
                 document = self._record_document(_replace_surrogates(record), place)
             if document is None:
                 return []
-            documents.append(document._replace(with_previous=bool(documents)))
-        return documents
+            documents.append(document)
+        last = len(documents) - 1
+        return [
+            document._replace(with_previous=place > 0, with_next=place < last)
+            for place, document in enumerate(documents)
+        ]
 
     def _record_document(self, record: Any, place: DocumentLocation) -> LocatedDocument | None:
         try:

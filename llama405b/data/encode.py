@@ -274,7 +274,11 @@ class Encoder:
             for chunk, ids in zip(batch, self._encode(batch), strict=True):
                 tokens_N = np.array(chunk.prefix_ids + ids + chunk.suffix_ids, dtype=np.uint32)
                 if chunk.document_file:
-                    document_file, mark = chunk.document_file, chunk.mark
+                    begins_group = document_file and not mark & WITH_PREVIOUS  # the document before has no token
+                    document_file, mark = (
+                        chunk.document_file,
+                        chunk.mark & ~(WITH_PREVIOUS * np.uint32(bool(begins_group))),
+                    )
                 if document_file and len(tokens_N):
                     n_documents = self._note_document(document_file, n_documents)
                 self.counts.tokens += len(tokens_N)
@@ -315,18 +319,18 @@ class Encoder:
 
     def _chunks(self) -> Iterator[_TextChunk]:
         """Yield documents in pieces that take seconds to encode; only longer ones are split, at a line end."""
-        previous_bytes, lost_previous = 0, False
+        previous_bytes, together = 0, list[LocatedDocument]()
         for item in self.documents:
-            if lost_previous:  # the one before was left out
-                item = item._replace(with_previous=False)
-            lost_previous = False
+            together.append(item)
+            if item.with_next:
+                continue
+            group, together = together, []
             try:
-                chunks = self._document_chunks(item)
+                chunks = [chunk for member in group for chunk in self._document_chunks(member)]
             except UnusableChatError as error:
                 self.documents.reject(
                     item.location, strip_guards(str(error)), "name another template with --data.chat_template"
                 )
-                lost_previous = True
                 continue
             for i, chunk in enumerate(chunks, 1):
                 chunk.done_bytes = previous_bytes + (self.documents.n_read_bytes - previous_bytes) * i // len(chunks)
@@ -345,7 +349,7 @@ class Encoder:
             document_chunks[0].document_file = str(item.location.file)
             if number:
                 document_chunks[0].mark |= SAME_CHAT
-            elif item.with_previous:
+            if item.with_previous or (number and item.with_next):
                 document_chunks[0].mark |= WITH_PREVIOUS
             chunks += document_chunks
             self.counts.spelt += any(has_guards(text) for text, _ in segments)

@@ -121,7 +121,12 @@ def split_documents(
         if 2 * abs(sizes_N[held_out_N].sum() - n_held_out) <= n_held_out:
             is_held_out_N = np.isin(group_N, held_out_N)
             return documents_N2[~is_held_out_N], documents_N2[is_held_out_N]
-    longest = int(np.diff(bounds_N).argmax())
+    is_alone_N = np.bincount(group_N)[group_N] == 1
+    if not is_alone_N.any():
+        raise UserError(
+            "--evaluation.fraction: too few documents to hold some out; add some, or name --evaluation.paths"
+        )
+    longest = int((np.diff(bounds_N) * is_alone_N).argmax())
     end = int(bounds_N[longest + 1])
     cut = end - min(n_held_out, int(end - bounds_N[longest]) // 2)
     documents_N2[longest, 1] = cut
@@ -278,7 +283,14 @@ def open_source(file: Path, seq_len: int, documents: str = "split", *, truncate:
     keep_whole = documents == "whole" or (documents == "auto" and needs_whole_documents(source.tokens_N))
     if not (keep_whole or truncate):
         return source
-    spans_N2 = whole_document_spans(document_bounds(source.tokens_N, joined=True), seq_len, truncate=truncate)
+    bounds_N, joined_N = (document_bounds(source.tokens_N, joined=joined) for joined in (False, True))
+    n_documents_N, sizes_N = np.diff(np.searchsorted(bounds_N, joined_N)), np.diff(joined_N)
+    if (longest := int(sizes_N[n_documents_N > 1].max(initial=0))) > seq_len:
+        raise UserError(
+            f"--data.seq_len: documents that are kept together have up to {longest} tokens, more than {seq_len}; raise it, or have "
+            "documents() of --extend yield shorter ones"
+        )
+    spans_N2 = whole_document_spans(joined_N, seq_len, truncate=truncate)
     return dataclasses.replace(source, spans_N2=spans_N2, truncate=truncate)
 
 

@@ -8,7 +8,6 @@ weight gradient of a chunk is still one matrix product over all tokens, as for t
 Shape suffixes: B sequences, S positions, T tokens (B S), h hidden size, V vocabulary or a rank's part of it, W entries of a chunk.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.extension import LOSS_CLASS
 from llama405b.data.batch import IGNORE_INDEX, Batch
 from llama405b.extend import Extension
@@ -26,12 +26,17 @@ from llama405b.settings.schema import VOCAB_CHUNK, LossMode
 VOCAB_CHUNK = VOCAB_CHUNK
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class ModelOutput:
     """What a model makes of a batch. The forward runs when the output is asked for."""
 
-    model: nn.Module  # that this rank computes with
-    run: Callable[[], Tensor]  # runs it on the batch; returns what its head returns
+    def __init__(self, model: nn.Module, run_model: Callable[[], Tensor]) -> None:
+        """``model``: that this rank computes with; ``run_model``: runs it on the batch, and returns what its head returns."""
+        self.model, self.run_model, self.was_run = model, run_model, False
+
+    def run(self) -> Tensor:
+        """Run the model; return what its head returns."""
+        self.was_run = True
+        return self.run_model()
 
     def logits(self) -> Tensor:
         """Run the model; return the logits, (B, S, V), in FP32 or wider."""
@@ -102,11 +107,10 @@ class UserLoss:
     def __init__(self, extension: Extension) -> None:
         """Make the object, if the module has the class."""
         self.extension, self.instance = extension, extension.call(LOSS_CLASS)
-
-    @property
-    def needs_documents(self) -> bool:
-        """Whether it sees the documents of a batch."""
-        return self.instance is not None
+        if self.instance is not None and not all(hasattr(self.instance, name) for name in ("count", "loss")):
+            raise UserError(
+                f"--extend: {extension.declared.path}: {LOSS_CLASS} needs the methods count and loss; add them"
+            )
 
     @property
     def name(self) -> str:
@@ -117,7 +121,7 @@ class UserLoss:
         """Return how many terms a batch has."""
         if self.instance is None:
             return (batch.targets_BS >= 0).sum()
-        return self.extension.call_scalar(f"{LOSS_CLASS}.count", self.instance.count, batch)
+        return self.extension.call_scalar(f"{LOSS_CLASS}.count", self.instance.count, batch).to(batch.ids_BS.device)
 
     def loss(self, output: ModelOutput, batch: Batch) -> Tensor:
         """Return the sum of the terms."""
@@ -126,7 +130,13 @@ class UserLoss:
             return self.extension.call_scalar(
                 "loss", function, output.logits().flatten(0, 1), batch.targets_BS.flatten()
             )
-        return self.extension.call_scalar(f"{LOSS_CLASS}.loss", self.instance.loss, output, batch)
+        loss = self.extension.call_scalar(f"{LOSS_CLASS}.loss", self.instance.loss, output, batch)
+        if not output.was_run:  # the other ranks would wait for this one in the model's collectives
+            raise RunError(
+                f"{self.extension.declared.path}: {LOSS_CLASS}.loss() did not call output.logits(); call it for every batch, also for one "
+                "without targets"
+            )
+        return loss
 
 
 def build_loss(mode: LossMode, head: nn.Linear | None, user_loss: UserLoss | None = None) -> Loss:

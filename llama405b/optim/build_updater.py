@@ -46,8 +46,9 @@ class OnDeviceUpdate:
         *,
         reuses_gradients: bool = False,
         numerics: Numerics = "fp32-master",
+        has_moments: bool = True,
     ) -> None:
-        """``master``: see ``master_model``."""
+        """``master``: see ``master_model``; ``has_moments``: it will update, and not only clip."""
         self.model = model
         self.master = master
         self.optimizer = optimizer
@@ -55,7 +56,7 @@ class OnDeviceUpdate:
         self.before_update: BeforeUpdate = ignore_update
         self.masters = list(master_pairs(model, master))
         self.elements_by_id = stochastic_elements(master, numerics)
-        for parameter in trainable_parameters(master).values():
+        for parameter in trainable_parameters(master).values() if has_moments else ():
             init_moments(optimizer, parameter, parameter.dtype)
 
     def begin_microbatch(self, *, is_last: bool) -> None:

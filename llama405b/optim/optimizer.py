@@ -140,7 +140,7 @@ RULES: dict[OptimizerName, UpdateRule] = {"adamw": update_adamw, "lion": update_
 class OtherOptimizer(torch.optim.Optimizer):
     """Groups and states of an optimizer that torch does not have, or has for whole matrices; ``update_group`` updates."""
 
-    def step(self, _: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002 - torch names it
         """Create the states, as ``torch.optim.AdamW`` does with zero gradients; a checkpoint asks for it."""
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -154,9 +154,10 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
     """
     custom_groups = [ParameterGroup.parse(text) for text in config.groups]
     spec = OPTIMIZERS[config.kind]
-    members: dict[tuple[float, float, bool, OptimizerName], list[nn.Parameter]] = {}
-    if config.kind == "adamw":  # groups of a checkpoint have this order
-        members = {(config.weight_decay, 1.0, False, "adamw"): [], (0.0, 1.0, True, "adamw"): []}
+    members: dict[tuple[float, float, bool, OptimizerName], list[nn.Parameter]] = {  # also where all is frozen
+        (config.weight_decay, 1.0, False, config.kind): [],
+        (0.0, 1.0, True, spec.rest or config.kind): [],
+    }
     for name, parameter in trainable_parameters(model).items():
         is_vector = is_norm(name) or name.endswith(".bias")
         group = find_group(custom_groups, strip_wrappers(name)) or DEFAULT_GROUP

@@ -55,7 +55,7 @@ def train_step(
         NonFiniteError, NoGradientError: On every rank, before the weights change.
     """
     counts = all_reduce_sum(torch.stack([forward_backward.count(batch) for batch in microbatches]).sum(0))
-    n_terms, n_targets = (int(count) for count in counts.tolist())
+    n_terms, n_targets = counts.tolist()
     if n_terms == 0:
         return None
     nll = forward_backward.train(microbatches, n_terms, updater, on_phase_end)
@@ -68,12 +68,12 @@ def train_step(
     if norm == 0:
         updater.zero_grad()
         raise NoGradientError(
-            f"--training: a step with {pluralize(n_targets, 'target')} and loss {loss:.4g} has a gradient of exactly 0: its loss "
+            f"--training: a step with {pluralize(int(n_targets), 'target')} and loss {loss:.4g} has a gradient of exactly 0: its loss "
             "depends on no weight that is trained; see loss() in --extend, and the model's code"
         )
     if refuses_loss(loss):
         updater.zero_grad()
-        return StepResult(loss, norm, n_targets, updated=False)
+        return StepResult(loss, norm, int(n_targets), updated=False)
     updater.update()
     on_phase_end("optimizer")
-    return StepResult(loss, norm, n_targets)
+    return StepResult(loss, norm, int(n_targets))

@@ -52,7 +52,7 @@ class ForwardBackward(Protocol):
         """Return the loss's terms and the targets that this rank contributes, (2,); over all ranks each is counted once."""
 
     def train(
-        self, microbatches: Sequence[Batch], n_terms: int, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
+        self, microbatches: Sequence[Batch], n_terms: float, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
     ) -> Tensor:
         """Compute the gradients of the mean loss over the ``n_terms`` of all ranks.
 
@@ -89,7 +89,8 @@ class BatchSlice:
     def count(self, batch: Batch, loss: Loss) -> Tensor:
         """Return the terms and targets that this rank contributes, (2,)."""
         local_batch = self.local(batch)
-        return self.contribution(torch.stack([loss.count(local_batch), (local_batch.targets_BS != IGNORE_INDEX).sum()]))
+        counts = loss.count(local_batch), (local_batch.targets_BS != IGNORE_INDEX).sum()
+        return self.contribution(torch.stack([count.double() for count in counts]))  # of one dtype on all ranks
 
     def inputs(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         """Return this rank's slice of a batch, and the model's arguments for it."""
@@ -124,7 +125,7 @@ class MicrobatchLoop:
         return self._batch_slice.count(batch, self.loss)
 
     def train(
-        self, microbatches: Sequence[Batch], n_terms: int, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
+        self, microbatches: Sequence[Batch], n_terms: float, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
     ) -> Tensor:
         nll = zero_loss(microbatches[0])
         with vocab_parallel_loss(self._batch_slice.axes.tp):
@@ -153,8 +154,9 @@ class MicrobatchLoop:
 
     def _nll(self, batch: Batch) -> Tensor:
         local_batch, inputs = self._batch_slice.inputs(batch)
-        output = ModelOutput(self.model, lambda: self.model(**inputs, use_cache=False).logits)
-        return self.loss.loss(output, local_batch)
+        return self.loss.loss(
+            ModelOutput(self.model, lambda: self.model(**inputs, use_cache=False).logits), local_batch
+        )
 
 
 def plain_value(nll: Tensor) -> Tensor:
@@ -224,7 +226,7 @@ class Pipeline:
         return self.batch_slice.count(batch, self.loss)
 
     def train(
-        self, microbatches: Sequence[Batch], n_terms: int, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
+        self, microbatches: Sequence[Batch], n_terms: float, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
     ) -> Tensor:
         """See ``ForwardBackward``. Forwards and backwards alternate, so all of it is timed as backward."""
         n_chunks = len(self.stage.chunks)
@@ -277,7 +279,7 @@ class Pipeline:
         self._send(output.detach(), self.links.after.peer, self.links.after.forward)
         return x, output
 
-    def _backward(self, op: MicrobatchPass, x: Tensor, output: Tensor, n_terms: int) -> float | Tensor:
+    def _backward(self, op: MicrobatchPass, x: Tensor, output: Tensor, n_terms: float) -> float | Tensor:
         """Run a chunk's backward and send the gradient of its input; return the loss if this is the last stage, else 0."""
         if self._is_last(op.virtual_stage):
             (output * (self.grad_divisor / n_terms)).backward()
@@ -333,7 +335,7 @@ def build_forward_backward(
         raise UserError(
             f"--extend: {user_loss.name} needs all logits, but no rank has them with model.loss chunked or tp; remove one of the two"
         )
-    if user_loss and user_loss.needs_documents and rank.axes.cp > 1:
+    if extend.current().has_document_loss and rank.axes.cp > 1:
         raise UserError(
             "--extend: Loss needs whole sequences, which no rank has with cp; use cp 1, or a loss() of tokens"
         )

@@ -305,7 +305,8 @@ def remedies(prediction: Prediction) -> list[tuple[str, Prediction]]:
     return sorted(helpful, key=lambda candidate: (-candidate[1].fit, -candidate[1].speedup_over(prediction)))
 
 
-ANY_CONFIG = Config(Model(path="any"))
+# A run that has tp across hosts was allowed to; none that is offered has.
+ANY_CONFIG = Config(Model(path="any"), parallel=Parallel(tp_across_hosts=True))
 
 
 def _single_changes(run: PredictedRun) -> list[tuple[str, PredictedRun]]:

@@ -375,6 +375,8 @@ def _check_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]
             yield "optimizer.groups", str(fault)
     if not all(0 <= beta < 1 for beta in betas):
         yield "optimizer.betas", f"betas are {betas}; each must be at least 0 and below 1"
+    if optimizer.momentum >= 1:
+        yield "optimizer.momentum", f"optimizer.momentum is {optimizer.momentum:g}; it must be below 1"
 
 
 def _check_checkpoint(config: Config) -> Iterator[Fault]:
@@ -535,20 +537,20 @@ def _check_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
 
 
 def _check_optimizer(optimizer: Optimizer, parallel: Parallel) -> Iterator[Fault]:
+    kind = optimizer.kind
     if not optimizer.spec.rest:
         return
-    for name, unsuitable in (
-        ("tp", parallel.tp > 1),
-        ("offload", parallel.offload != "none"),
-        ("strategy", parallel.is_fsdp1),
-        ("numerics", parallel.numerics == "bf16-stochastic"),
-    ):
-        if unsuitable:
-            value, default = getattr(parallel, name), getattr(Parallel(), name)
-            yield (
-                f"parallel.{name}",
-                f"optimizer {optimizer.kind} needs whole matrices on the device, which {value} does not have; use {default}, or adamw",
-            )
+    if parallel.tp > 1:
+        yield (
+            "parallel.tp",
+            f"optimizer.kind {kind} needs whole matrices, which tp {parallel.tp} splits; use tp 1, or adamw",
+        )
+    if parallel.offload != "none":
+        yield "parallel.offload", f"optimizer.kind {kind} updates on the device; use none, or adamw"
+    if parallel.is_fsdp1:
+        yield "parallel.strategy", f"optimizer.kind {kind} needs matrices, which fsdp1 flattens; use fsdp2, or adamw"
+    if parallel.numerics == "bf16-stochastic":
+        yield "parallel.numerics", f"optimizer.kind {kind} does not round stochastically; use pure-bf16, or adamw"
 
 
 def _names_a_document(names: Sequence[str]) -> bool:

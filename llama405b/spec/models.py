@@ -7,6 +7,7 @@ LoRA: beside a frozen matrix W the product of two narrow ones, W + alpha / rank 
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -39,10 +40,10 @@ class Family:
     window: Literal["", "asked", "flag"] = (
         ""  # of attention: if config.json has it, or only if use_sliding_window is true
     )
-    default_window: int = 0  # where config.json does not say; 0: none
     activation_key: str = "hidden_act"  # in config.json
-    default_head_dim: int = 0  # where config.json does not say; 0: the hidden size divided by the heads
-    default_tied: bool = False  # likewise
+    defaults: tuple[
+        tuple[str, Any], ...
+    ] = ()  # what transformers takes where config.json lacks a key, but for what all have
     # Whether the types of layers choose their rotary embedding; else they only say where attention has a window.
     has_layer_types: bool = False
     buffers: tuple[str, ...] = ()  # that no file holds, beside rotary frequencies; ``model.llama`` knows their values
@@ -69,7 +70,7 @@ def split_projections(matrices: Iterable[str]) -> tuple[str, ...]:
 
 FAMILIES = {  # by model_type
     "llama": Family("Llama"),
-    "mistral": Family("Mistral", biases="none", window="asked", default_window=4096),
+    "mistral": Family("Mistral", biases="none", window="asked", defaults=(("sliding_window", 4096),)),
     "qwen2": Family("Qwen2", biases="qkv", window="flag"),
     "qwen3": Family("Qwen3", query_norms="head", window="flag"),
     "olmo2": Family(
@@ -91,10 +92,16 @@ FAMILIES = {  # by model_type
         norm_start=0.0,
         multiplies_fp32=True,
         window="asked",
-        default_window=4096,
         activation_key="hidden_activation",
-        default_head_dim=256,
-        default_tied=True,
+        defaults=(
+            ("head_dim", 256),
+            ("max_position_embeddings", 131_072),
+            ("num_attention_heads", 8),
+            ("num_key_value_heads", 4),
+            ("sliding_window", 4096),
+            ("tie_word_embeddings", True),
+            ("vocab_size", 262_208),
+        ),
         has_layer_types=True,
         buffers=("model.embed_tokens.embed_scale",),
     ),
@@ -274,6 +281,7 @@ def parse_llama(config: Mapping[str, Any], source: str) -> Llama:
         UserError: It does not describe a model of ``FAMILIES`` that can be trained.
     """
     family = _find_family(config, source)
+    config = dict(family.defaults) | dict(config)
     if quantization := config.get("quantization_config"):
         shown = textwrap.shorten(str(quantization), 60, placeholder=" …")
         raise UserError(
@@ -307,9 +315,9 @@ def parse_llama(config: Mapping[str, Any], source: str) -> Llama:
         intermediate=number("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=number("head_dim", family.default_head_dim or hidden // heads),
+        head_dim=number("head_dim", hidden // heads),
         vocab=number("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", family.default_tied)),
+        tied=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=family is LLAMA and bool(config.get("mlp_bias", False)),
         max_positions=number("max_position_embeddings", 2048),
@@ -336,7 +344,7 @@ def _find_window(config: Mapping[str, Any], family: Family) -> int:
     """Return how many tokens attention sees; 0: all."""
     if not family.window or (family.window == "flag" and not config.get("use_sliding_window")):
         return 0
-    window = config.get("sliding_window", family.default_window)
+    window = config.get("sliding_window")
     return window if isinstance(window, int) else 0
 
 
@@ -353,6 +361,17 @@ def _find_initializer_range(config: Mapping[str, Any], source: str) -> float:
 def _check_rope(config: Mapping[str, Any], source: str) -> None:
     """Refuse a rotary embedding that transformers does not know, that lacks a number, or whose numbers make NaN."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    by_layer_type = isinstance(rope, dict) and bool(rope) and all(isinstance(value, dict) for value in rope.values())
+    for part in rope.values() if by_layer_type else [rope]:
+        _check_rope_type(part, source)
+    parts = [part for part in (rope.values() if by_layer_type else [rope]) if isinstance(part, dict)]
+    for key, value in itertools.chain(config.items(), *(part.items() for part in parts)):
+        if key in POSITIVE_KEYS and value is not None and not _is_positive(value):
+            raise UserError(f"{source}: {key} is {value!r}, not a number above 0; download config.json again")
+
+
+def _check_rope_type(rope: Any, source: str) -> None:
+    """Refuse a type that cannot be trained, or that lacks a number."""
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if kind == "longrope":
         raise UserError(
@@ -365,9 +384,6 @@ def _check_rope(config: Mapping[str, Any], source: str) -> None:
         )
     if missing := [key for key in ROPE_REQUIRED_KEYS[kind] if not _is_positive(rope.get(key))]:
         raise UserError(f"{source}: rope type {kind!r} has no valid {', '.join(missing)}; download config.json again")
-    for key, value in (*config.items(), *(rope.items() if isinstance(rope, dict) else ())):
-        if key in POSITIVE_KEYS and value is not None and not _is_positive(value):
-            raise UserError(f"{source}: {key} is {value!r}, not a number above 0; download config.json again")
 
 
 def _is_positive(value: object) -> bool:

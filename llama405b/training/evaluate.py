@@ -167,6 +167,7 @@ class EvaluationResult:
     loss: float  # nats per term, usually a target token, over all sequences; NaN without one
     n_targets: int
     n_sequences: int
+    n_terms: float | None = None  # of the loss; None: as many as targets
 
     @property
     def perplexity(self) -> float:
@@ -181,6 +182,8 @@ class EvaluationResult:
             pluralize(n, noun, thousands=True)
             for n, noun in ((self.n_targets, "target"), (self.n_sequences, "sequence"))
         )
+        if self.n_terms not in (None, self.n_targets):  # a loss of documents or pairs has no perplexity
+            return f"loss {self.loss:.4f} ({self.n_terms:,g} terms of the loss; {sizes})"
         return f"loss {self.loss:.4f}, perplexity {self.perplexity:,.2f} ({sizes})"
 
 
@@ -214,4 +217,4 @@ def evaluate(
         sums[1:] += forward_backward.count(batch)
     forward_backward.model.train()
     nats, n_terms, n_targets = all_reduce_sum(sums).tolist()
-    return EvaluationResult(nats / n_terms if n_terms else math.nan, int(n_targets), n_sequences)
+    return EvaluationResult(nats / n_terms if n_terms else math.nan, int(n_targets), n_sequences, n_terms)

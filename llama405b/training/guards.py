@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable
 
+from llama405b import extend
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.records import EventKind, SpentHours
@@ -84,6 +85,7 @@ class BadSteps:
         self.reader = reader
         self.journal, self.first_step = journal, first_step
         self.n_empty = 0  # steps without targets in this attempt
+        self.loss_note = ", or nothing that the Loss of --extend counts" * extend.current().has_document_loss
 
     def refuses_loss(self, loss: float) -> bool:
         """Return whether a step with this loss must not change the weights."""
@@ -92,13 +94,13 @@ class BadSteps:
     def count_empty(self, step: int) -> None:
         """Report a step whose targets are all masked, for example by very long prompts."""
         self.n_empty += 1
-        self.journal.log(f"step {step}/{self.journal.steps}  skipped: every target is masked")
+        self.journal.log(f"step {step}/{self.journal.steps}  skipped: every target is masked{self.loss_note}")
         self.journal.write_event(EventKind.SKIPPED, step=step, count=self.n_empty)
         n_steps = step - self.first_step + 1
         if self.n_empty >= MIN_EMPTY and 2 * self.n_empty > n_steps:
             raise UserError(
-                f"--data.paths: {self.n_empty} of {n_steps} steps have no target token; remove documents whose prompts are "
-                "longer than --data.seq_len, or raise it"
+                f"--data.paths: {self.n_empty} of {n_steps} steps have no target token{self.loss_note}; remove documents "
+                "whose prompts are longer than --data.seq_len, or raise it"
             )
 
     def check_finite(self, step: int, error: NonFiniteError) -> None:

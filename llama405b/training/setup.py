@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from llama405b import extend
 from llama405b.checkpoint.compatibility import (
     StartPoint,
     check_changes,
@@ -119,7 +120,8 @@ def prepare(
         UserError: The model, the data or a checkpoint cannot be used.
     """
     trains, rank = purpose is Purpose.TRAIN, context.rank
-    config = with_global_batch(config, rank.axes)
+    if purpose is not Purpose.EVALUATE:  # which accumulates nothing
+        config = with_global_batch(config, rank.axes)
     bind_to_numa_node(config.parallel, context)
     files = distribute_model_files(config.model, config.data, context, needs_all=config.parallel.is_fsdp1)
     with collectives.raise_on_all_ranks():
@@ -136,6 +138,10 @@ def prepare(
     # Before weights are loaded: a prompt may be too long.
     prompts = open_prompts(config, files, None if purpose is Purpose.BLAME else held_out, context)
 
+    if extend.current().has_document_loss and config.data.packing == "concatenated":
+        raise UserError(
+            "--extend: Loss sees documents, which data.packing concatenated joins into one text; use isolated"
+        )
     llama = models.read_llama(files, config.model.layers)
     check_mesh(rank.axes, config.parallel, llama, config.data.seq_len, ranks_per_host())
     check, saving = _accept_checkpoint, None
@@ -161,8 +167,8 @@ def prepare(
     module, master = build_model(config, files, context, from_checkpoint=saved_view is not None, is_trained=trains)
     if trains:
         updater = build_pinned_updater(config, module, master, context)
-    else:  # never updates, so it allocates no moments
-        updater = OnDeviceUpdate(module, master, build_optimizer(master, config.optimizer))
+    else:
+        updater = OnDeviceUpdate(module, master, build_optimizer(master, config.optimizer), has_moments=False)
         updater.sync_weights()
     forward_backward = build_forward_backward(config.parallel, module, rank, config.model.loss)
     torch.manual_seed(config.training.seed + rank.index)

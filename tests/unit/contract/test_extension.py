@@ -44,6 +44,7 @@ def test_only_what_decides_what_is_learnt_is_part_of_what_a_run_is(module):
         ("def metrics(:", "own.py:1: is not valid Python (invalid syntax)"),
         ("def metric(moment): ...", "defines none of metrics, loss"),
         ("def loss(a, b): ...\nclass Loss: ...", "defines loss() and Loss; keep one of them"),
+        ("from theirs import Loss\ndef metrics(m): ...", "Loss is imported; define the class in this file"),
         ("def every(moment): ...", "every() and EVERY belong together"),
         ("READS = ('a',)\ndef loss(a, b): ...", "documents() and READS belong together"),
         ("EVERY = 10 * 2\ndef every(moment): ...", "own.py:1: EVERY must be a number of steps"),
@@ -107,6 +108,15 @@ def test_a_loss_is_one_number(module):
         loss.count(batch)
     with pytest.raises(RunError, match=r"own.py:3: Loss.loss\(\) raised ZeroDivisionError: division by zero"):
         loss.loss(output, batch)
+    text = "class Loss:\n    def count(self, batch): ...\n    def loss(self, output, batch): return output.run().sum()"
+    assert UserLoss(extend.use(module(text))).loss(output, batch) == 0
+    silent = UserLoss(extend.use(module(text.replace("output.run()", "batch.ids_BS.double()"))))
+    with pytest.raises(
+        RunError, match=r"own.py: Loss.loss\(\) did not call output.logits\(\); call it for every batch"
+    ):
+        silent.loss(ModelOutput(None, lambda: torch.zeros(1, 2, 3)), batch)
+    with pytest.raises(UserError, match=r"own.py: Loss needs the methods count and loss; add them"):
+        UserLoss(extend.use(module("class Loss: ...")))
     with pytest.raises(RunError, match=r"own.py: Loss\(\) raised TypeError"):
         UserLoss(extend.use(module("class Loss: __init__ = lambda self, model: None")))
 

@@ -3,7 +3,9 @@
 import csv
 import dataclasses
 import datetime
+import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
+from llama405b import extend
 from llama405b.contract.errors import UserError
 from llama405b.data import tokens
 from llama405b.data.chat_template import (
@@ -24,7 +27,7 @@ from llama405b.data.chat_template import (
     template_variables,
 )
 from llama405b.data.documents import Documents, detect_formats, list_file_ranges
-from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED, SAME_CHAT, Encoder
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED, SAME_CHAT, WITH_PREVIOUS, Encoder
 from llama405b.data.sources import document_bounds, split_documents
 from llama405b.formats.conversation import Chat
 from llama405b.settings.schema import Data
@@ -416,3 +419,37 @@ def test_tools_and_calls_have_the_same_tokens_in_every_form_of_file(demo, tmp_pa
     assert first.size > 300
     for name in ("a.parquet", "texts.parquet", "a.csv"):
         assert np.array_equal(tokenised(tmp_path / name, model, tmp_path / "cache")[0], first), name
+
+
+TUPLES = """
+READS = ("*.pairs",)
+
+
+def documents(path):
+    talk = [{"role": role, "content": f"{word} it"} for word in "ab" for role in ("user", "assistant")]
+    yield {"messages": talk}, "second"
+    yield "third", {"nothing": 1}
+    yield "", "fourth"
+    yield "fifth", "sixth"
+"""
+
+
+def test_documents_of_a_tuple_are_kept_or_left_out_together(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(extend, "_current", extend.Extension())
+    (tmp_path / "own.py").write_text(TUPLES)
+    (tmp_path / "a.pairs").touch()
+    extend.use(str(tmp_path / "own.py"))
+    model = model_with(demo, tmp_path / "m", "qwen3")  # one document per answer
+    found, _ = tokenised(tmp_path / "a.pairs", model, tmp_path / "cache", bad_records="skip", bad_records_limit=50.0)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    bounds = document_bounds(found).tolist()
+    texts = [tokenizer.decode(found[begin:end] & ~MARKS) for begin, end in itertools.pairwise(bounds)]
+    together = [bool(found[begin] & WITH_PREVIOUS) for begin in bounds[:-1]]
+    last_words = [re.sub(r"<\|\w+\|>", " ", text).split()[-1:] for text in texts]
+    assert [*itertools.chain(*last_words)] == ["it", "it", "second", "fourth", "fifth", "sixth"]
+    assert sum(together) == (len(texts) - 3)
+    assert len(document_bounds(found, joined=True)) == 4  # three groups
+    short, _ = tokenised(
+        tmp_path / "a.pairs", model, tmp_path / "short", bad_records="skip", bad_records_limit=50.0, max_bytes=1
+    )
+    assert np.array_equal(short, found[: document_bounds(found, joined=True)[1]])

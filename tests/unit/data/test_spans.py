@@ -3,6 +3,7 @@ import random
 import numpy as np
 import pytest
 
+from llama405b.contract.errors import UserError
 from llama405b.data import sources
 from llama405b.data.batches import Batches
 from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED, WITH_PREVIOUS
@@ -64,6 +65,20 @@ def test_documents_kept_together_are_in_one_sequence_also_of_what_is_held_out():
         assert set().union(*read)
         for pair in pairs:
             assert sum(bool(pair & each) for each in read) == any(pair <= each for each in read)
+
+
+def test_documents_kept_together_fit_into_a_sequence(tmp_path):
+    tokens_N = np.arange(1, 19, dtype=np.uint32)
+    tokens_N[[0, 8, 16]] |= DOCUMENT_START
+    tokens_N[8] |= WITH_PREVIOUS
+    tokens_N.tofile(tmp_path / "tokens")
+    with pytest.raises(
+        UserError, match=r"--data\.seq_len: documents that are kept together have up to 16 tokens, more than 12"
+    ):
+        open_source(tmp_path / "tokens", 12, "auto")
+    assert open_source(tmp_path / "tokens", 16, "auto").spans_N2.tolist() == [[0, 16], [16, 18]]
+    with pytest.raises(UserError, match=r"--evaluation\.fraction: too few documents to hold some out"):
+        sources.split_documents(tokens_N[:16], 1, np.random.default_rng(0))
 
 
 def test_as_many_documents_stand_in_a_sequence_as_fit_into_it():

@@ -8,6 +8,7 @@ import torch
 from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.model.llama import add_adapters, build_on_meta, config_from_dict, freeze
+from llama405b.optim.build_updater import OnDeviceUpdate
 from llama405b.optim.optimizer import build_optimizer, init_moments, trainable_parameters
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.run_shape import PredictedRun
@@ -50,21 +51,47 @@ def test_a_matrix_optimizer_takes_the_time_of_its_products():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"tp": 2}, {"offload": "all"}, {"offload": "optimizer"}, {"strategy": "fsdp1"}, {"numerics": "bf16-stochastic"}],
+    ("settings", "words"),
+    [
+        ({"tp": 2}, "needs whole matrices, which tp 2 splits; use tp 1, or adamw"),
+        ({"offload": "all"}, "updates on the device; use none, or adamw"),
+        ({"offload": "optimizer"}, "updates on the device; use none, or adamw"),
+        ({"strategy": "fsdp1"}, "needs matrices, which fsdp1 flattens; use fsdp2, or adamw"),
+        ({"numerics": "bf16-stochastic"}, "does not round stochastically; use pure-bf16, or adamw"),
+    ],
     ids=str,
 )
-def test_a_matrix_optimizer_has_whole_matrices_on_the_device(settings):
+def test_a_matrix_optimizer_has_whole_matrices_on_the_device(settings, words):
     [key] = settings
     config = Config(parallel=Parallel(**settings))
     before = [*find_faults(config)]
     assert [*find_faults(dataclasses.replace(config, optimizer=Optimizer(kind="lion")))] == before
     faults = [*find_faults(dataclasses.replace(config, optimizer=Optimizer(kind="muon")))]
-    [(name, words)] = [fault for fault in faults if fault not in before]
-    assert name == f"parallel.{key}"
-    assert words.startswith(
-        f"optimizer muon needs whole matrices on the device, which {settings[key]} does not have; use "
-    )
+    assert [fault for fault in faults if fault not in before] == [(f"parallel.{key}", f"optimizer.kind muon {words}")]
+
+
+def test_a_momentum_that_would_never_end_is_refused():
+    config = Config(optimizer=Optimizer(kind="muon", momentum=1.0))
+    assert ("optimizer.momentum", "optimizer.momentum is 1; it must be below 1") in find_faults(config)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_stage_may_be_all_frozen(name):
+    model = build_on_meta(config_from_dict(SHAPE), "sdpa", torch.float32)
+    freeze(model, (), freeze_all=True)
+    optimizer = build_optimizer(model, Optimizer(kind=name))
+    optimizer.step(closure=None)  # as torch does for a checkpoint
+    assert not any(group["params"] for group in optimizer.param_groups)
+    assert not optimizer.state
+
+
+def test_what_never_updates_has_no_moments():
+    model = torch.nn.Linear(4, 4)
+    optimizer = build_optimizer(model, Optimizer())
+    OnDeviceUpdate(model, model, optimizer, has_moments=False)
+    assert not optimizer.state
+    OnDeviceUpdate(model, model, optimizer)
+    assert len(optimizer.state) == 2
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from llama405b.predict.search import (
     Prediction,
     fastest_meshes,
     format_split,
+    is_runnable,
     keep_most_activations,
     rank_variants,
     untested_features,
@@ -48,6 +49,12 @@ def outlook(llama, world, seq_len, batch, offload="none", gpu="h100-80"):
     return Prediction.from_run(
         PredictedRun(llama, "fp32-master", offload, world, seq_len, 1, batch), Cluster(read_gpus()[gpu]), 2e12
     )
+
+
+def test_a_run_that_may_have_tp_across_hosts_is_still_one():
+    run = dataclasses.replace(outlook(SMALL, 16, 4096, 64).run, ranks_per_host=4, tp=8)
+    assert is_runnable(run, Cluster())
+    assert not is_runnable(dataclasses.replace(run, tp=16), Cluster())  # there are eight key heads
 
 
 @pytest.mark.parametrize(

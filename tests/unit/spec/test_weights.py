@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -115,6 +115,30 @@ def test_an_adapter_is_beside_all_that_a_matrix_holds():
     words = "Phi3ForCausalLM holds q_proj and k_proj and v_proj in one matrix, qkv_proj; name all of them"
     with pytest.raises(UserError, match=words):
         models.lora_shapes(llama, Adapter("lora", targets=("q_proj", "v_proj", "down_proj")))
+
+
+def test_keys_that_a_family_leaves_out_have_its_own_defaults():
+    config = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
+    llama = models.parse_llama(config, "gemma3")
+    theirs = AutoConfig.for_model(**config)
+    assert (llama.heads, llama.kv_heads, llama.head_dim) == (
+        theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim,
+    )  # fmt: skip
+    assert (llama.vocab, llama.window, llama.tied) == (
+        theirs.vocab_size,
+        theirs.sliding_window,
+        theirs.tie_word_embeddings,
+    )
+    assert llama.max_positions == theirs.max_position_embeddings
+
+
+def test_the_rope_of_each_type_of_layer_is_checked():
+    config = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    good = {"rope_type": "default", "rope_theta": 1e4}
+    for bad, words in (({"rope_type": "linear"}, "has no valid factor"), ({"rope_theta": 0}, "rope_theta is 0, not")):
+        rope = {"full_attention": good | bad, "sliding_attention": good}
+        with pytest.raises(UserError, match=words):
+            models.parse_llama(config | {"rope_parameters": rope}, "gemma3")
 
 
 @pytest.mark.parametrize("key", models.UNSUPPORTED_KEYS)
