@@ -20,7 +20,7 @@ from llama405b.data.encode import DOCUMENT_START
 from llama405b.data.tokens import RULES_VERSION
 from llama405b.distributed import collectives
 from llama405b.settings.schema import Config
-from llama405b.spec.models import adapter_label
+from llama405b.spec.adapters import adapter_label
 from llama405b.spec.rules import check_resume_changes, reads_same_data, update_settings
 from llama405b.spec.tensors import compute_fingerprint, read_hf_json, read_tensors
 

@@ -38,7 +38,8 @@ from llama405b.contract.errors import UserError, and_more, reason_of
 from llama405b.settings import config
 from llama405b.settings.schema import Config
 from llama405b.spec import models
-from llama405b.spec.models import IGNORED_TENSOR, LORA_A, LORA_B, PEFT_PREFIX, is_lora_name
+from llama405b.spec.adapters import LORA_A, LORA_B, PEFT_PREFIX, is_lora_name
+from llama405b.spec.models import IGNORED_TENSOR
 from llama405b.spec.tensors import (
     DTYPE_BYTES,
     LAYER_PICKLE_FILE,

@@ -54,7 +54,7 @@ from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import OnByteProgress, free_bytes
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.updater import Updater
-from llama405b.spec.models import is_lora_name
+from llama405b.spec.adapters import is_lora_name
 
 
 def state_to_save(updater: Updater, rank: Rank) -> dict[str, Any]:

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 
 from llama405b import extend
-from llama405b.checkpoint.compatibility import StartPoint
-from llama405b.checkpoint.store import CheckpointView
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError, pluralize
 from llama405b.contract.files import write_atomic
@@ -30,7 +28,7 @@ from llama405b.optim.updater import Updater
 from llama405b.parallel.passes import ForwardBackward
 from llama405b.settings.schema import Config
 from llama405b.training.context import RankContext
-from llama405b.training.setup import Purpose, prepare
+from llama405b.training.setup import Purpose, Start, prepare
 
 MIN_BLAMED_SCORE = 5.0  # lowest score of a document that is named
 TARGET_LOSS_STD = 2.5  # nats: approximate standard deviation of a single target's loss
@@ -224,20 +222,21 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
             "--blame: measures documents one by one, which the Loss of --extend does not count; use a loss() of tokens"
         )
 
-    def check_start(start: StartPoint, saved: CheckpointView | None) -> None:
-        if saved and saved.manifest.identity and saved.manifest.identity.data != start.identity.data:
+    def check_start(start: Start) -> None:
+        identity = start.saved.manifest.identity if start.saved else None
+        if identity and identity.data != start.point(start.saved).identity.data:
             raise UserError(
                 f"--data.paths: {resume} was trained on different data, so its step {step} had other documents"
             )
-        if step <= (saved.manifest.step if saved else 0):
+        if step <= (start.saved.manifest.step if start.saved else 0):
             raise UserError(f"--blame: {resume} is from step {step} or later; name an older checkpoint")
 
     setup = prepare(config, resume, context, Purpose.BLAME, check_start)
-    batches, start = setup.batches, setup.start_point()
+    batches, position = setup.start.batches, setup.start.point(setup.start.saved).position
     assert batches
     context.enter_phase(Phase.EVAL)
-    batch_size = setup.config.training.global_batch_size
-    first = start.position + (step - 1 - setup.step) * batch_size
+    batch_size = setup.start.config.training.global_batch_size
+    first = position + (step - 1 - setup.step) * batch_size
     effects = []
     for document in iterate_documents(batches, range(first, first + batch_size)):
         context.heartbeat.record_alive()

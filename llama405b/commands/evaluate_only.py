@@ -20,7 +20,8 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
         UserError: The model, the data or the checkpoint cannot be used.
     """
     setup = prepare(config, resume, context, Purpose.EVALUATE)
-    evaluator = build_evaluator(setup.config, setup.forward_backward, setup.held_out, setup.prompts, context)
+    start = setup.start
+    evaluator = build_evaluator(start.config, setup.forward_backward, start.held_out, start.prompts, context)
     assert evaluator  # of what is held out
     loss, summary = evaluator.evaluate()
     context.log(f"evaluation of {setup.weights}: {summary}")

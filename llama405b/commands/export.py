@@ -60,7 +60,8 @@ from llama405b.distributed.host_memory import free_bytes
 from llama405b.settings import config
 from llama405b.settings.schema import Config
 from llama405b.spec import models
-from llama405b.spec.models import FAMILIES, PEFT_CONFIG, PEFT_WEIGHTS, peft_config
+from llama405b.spec.adapters import PEFT_CONFIG, PEFT_WEIGHTS, peft_config
+from llama405b.spec.models import FAMILIES
 from llama405b.spec.tensors import INDEX_FILE, SINGLE_FILE, is_pickled, read_hf_json
 
 NEW_TOKENS = 40

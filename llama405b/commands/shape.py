@@ -23,7 +23,7 @@ from llama405b.settings.axes import DP_AXES, Axes, MicrobatchSplit
 from llama405b.settings.config import PRESET_DIR, with_global_batch
 from llama405b.settings.schema import COMPUTE_BYTES, Config
 from llama405b.spec import models
-from llama405b.spec.models import adapter_label, bytes_per_parameter
+from llama405b.spec.adapters import adapter_label, bytes_per_parameter
 from llama405b.spec.rules import check_mesh
 from llama405b.spec.tensors import read_hf_json
 

@@ -30,7 +30,7 @@ from llama405b.model.llama import restore_buffers, strip_wrappers, tie_head
 from llama405b.parallel.fsdp import unit_name
 from llama405b.settings.schema import Adapter
 from llama405b.spec import models
-from llama405b.spec.models import LORA_B, is_lora_name, lora_shapes, read_peft
+from llama405b.spec.adapters import LORA_B, is_lora_name, lora_shapes, read_peft
 from llama405b.spec.tensors import (
     DTYPE_BYTES,
     Layout,

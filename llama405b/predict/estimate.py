@@ -25,7 +25,7 @@ from llama405b.predict.step_time import (
     step_time,
 )
 from llama405b.settings.schema import Cadence, useful_fraction
-from llama405b.spec.models import adapted_features
+from llama405b.spec.adapters import adapted_features
 
 RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
 PINNED_BYTES_PER_S = 100e9 / 60  # by a rank: registering 100 GB takes about a minute; a prior

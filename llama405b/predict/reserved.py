@@ -30,7 +30,8 @@ from llama405b.predict.run_shape import PredictedRun, StageSpec, layer_adapter_s
 from llama405b.settings.axes import Axes
 from llama405b.settings.choices import OPTIMIZERS
 from llama405b.settings.schema import ADAPTER_TARGETS, VOCAB_CHUNK
-from llama405b.spec.models import LLAMA, lora_shapes
+from llama405b.spec.adapters import lora_shapes
+from llama405b.spec.models import LLAMA
 
 MIB = 1 << 20
 BLOCK_MULTIPLE = 512  # bytes, of each block: kMinBlockSize

@@ -29,7 +29,8 @@ from llama405b.settings.schema import (
     PipelineSchedule,
     moment_bytes,
 )
-from llama405b.spec.models import EMBEDDING, HEAD, Llama, lora_shapes, moments_per_parameter, n_trained_parameters
+from llama405b.spec.adapters import lora_shapes, moments_per_parameter, n_trained_parameters
+from llama405b.spec.models import EMBEDDING, HEAD, Llama
 from llama405b.spec.rules import InFlight, find_in_flight
 from llama405b.spec.tensors import split_layers
 
@@ -275,7 +276,7 @@ class PredictedRun:
         spec = requested.parallel.strategy_spec
         strategy = requested.parallel.strategy
         if (self.keeps_weights, self.reduces_each) != (spec.keeps_weights_gathered, spec.reduces_every_microbatch):
-            strategy = "fsdp2" if not self.keeps_weights else "zero2" if self.reduces_each else "zero1"
+            strategy = ("zero2" if self.reduces_each else "zero1") if self.keeps_weights else "fsdp2"
         copies = self.axes.dp_replicate if strategy != "ddp" else 0
         parallel = dataclasses.replace(
             requested.parallel,

@@ -44,7 +44,8 @@ from llama405b.settings.schema import (
     PipelineSchedule,
 )
 from llama405b.spec import models
-from llama405b.spec.models import Llama, adapter_flops
+from llama405b.spec.adapters import adapter_flops
+from llama405b.spec.models import Llama
 from llama405b.spec.rules import find_mesh_faults
 
 MEMORY_SPREAD = 0.10

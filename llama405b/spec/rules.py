@@ -17,7 +17,8 @@ from llama405b.settings.axes import DP_AXES, SHARD_AXES, Axes
 from llama405b.settings.choices import ALL_SETTINGS, STRATEGIES
 from llama405b.settings.rules import ALL_CHANGES, STEPS
 from llama405b.settings.schema import Config, Optimizer, Parallel
-from llama405b.spec.models import FUSED, Llama, adapter_label
+from llama405b.spec.adapters import adapter_label
+from llama405b.spec.models import FUSED, Llama
 
 
 def check_mesh(axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int, ranks_per_host: int) -> None:

@@ -60,13 +60,7 @@ from llama405b.settings.config import DEMO_MODEL
 from llama405b.settings.rules import check_groups
 from llama405b.settings.schema import Config, Data, Evaluation, Model, Parallel
 from llama405b.spec import models
-from llama405b.spec.models import (
-    adapter_label,
-    bytes_per_parameter,
-    lora_shapes,
-    n_adapter_parameters,
-    read_peft,
-)
+from llama405b.spec.adapters import adapter_label, bytes_per_parameter, lora_shapes, n_adapter_parameters, read_peft
 from llama405b.spec.rules import rounding_note
 from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluator, Prompts

@@ -45,7 +45,7 @@ from llama405b.settings.axes import MicrobatchSplit, idle_rank_note
 from llama405b.settings.config import to_toml, with_global_batch
 from llama405b.settings.schema import Checkpoint, Config, Tracking, Training
 from llama405b.spec import models
-from llama405b.spec.models import adapter_flops, adapter_label
+from llama405b.spec.adapters import adapter_flops, adapter_label
 from llama405b.spec.rules import check_mesh, check_resume_changes
 from llama405b.tracking.uploads import TrackerProcesses, check_packages
 from llama405b.training.build import (
@@ -80,29 +80,44 @@ class Purpose(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Setup:
-    """A run that is ready: its data, its model with weights, and from where it starts."""
+class Start:
+    """What a run starts with, before its model is built."""
 
     config: Config  # with all that was left to the run
+    files: Path  # the directory of the model's small files
     llama: models.Llama
     batches: Batches | None  # to train on; None: only to evaluate
     held_out: Batches | None
     prompts: Prompts | None
-    files: Path  # the directory of the model's small files
     checkpoint: Resume | None  # None: the model's own weights, and no checkpoint will be written
-    saving: CheckpointSaver | None  # None: nothing will be saved
+    saving: CheckpointSaver | None = None  # None: nothing will be saved
+
+    @property
+    def saved(self) -> CheckpointView | None:
+        """The checkpoint to load; None: the model's own weights."""
+        return self.checkpoint.checkpoint if self.checkpoint else None
+
+    def point(self, saved: CheckpointView | None) -> StartPoint:
+        """Return the start point that a checkpoint gives."""
+        assert self.batches
+        return start_point(saved, self.config, self.files, self.batches)
+
+    def check(self, saved: CheckpointView, context: RankContext) -> None:
+        """Refuse to train on from a checkpoint of another run, and log what changes; one that is only read was compared when chosen."""
+        if self.saving:
+            log_changes(saved, start_point_of=self.point, allowed=self.config.checkpoint.allow_changes, context=context)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """A run that is ready: its model has weights."""
+
+    start: Start
     module: nn.Module
     updater: Updater
     forward_backward: ForwardBackward
     step: int  # after which the weights were saved; 0: none
     weights: str  # where they come from, for messages
-
-    def start_point(self) -> StartPoint:
-        """Return the start point that the checkpoint gives."""
-        assert self.batches
-        return start_point(
-            self.checkpoint.checkpoint if self.checkpoint else None, self.config, self.files, self.batches
-        )
 
 
 def prepare(
@@ -110,15 +125,48 @@ def prepare(
     resume: str,
     context: RankContext,
     purpose: Purpose,
-    check_start: Callable[[StartPoint, CheckpointView | None], None] | None = None,
+    check_start: Callable[[Start], None] = lambda _: None,
 ) -> Setup:
     """Prepare a run: the model's own weights, or those of the checkpoint that ``resume`` names.
 
-    ``check_start``: called before weights are loaded with the start point that they will give, and their checkpoint.
+    ``check_start``: called before the model is built.
 
     Raises:
         UserError: The model, the data or a checkpoint cannot be used.
     """
+    trains = purpose is Purpose.TRAIN
+    start = _open_start(config, resume, context, purpose)
+    check_start(start)
+    config = start.config
+    if start.saving.store.is_owner if start.saving else context.rank.is_rank0:
+        training = config.training if trains else dataclasses.replace(config.training, max_steps=0)
+        # Without steps, cluster-top does not wait for any.
+        write_atomic(context.run.config, to_toml(dataclasses.replace(config, training=training)))
+
+    context.enter_phase(Phase.LOAD)
+    module, master = build_model(
+        config, start.files, context, from_checkpoint=start.saved is not None, is_trained=trains
+    )
+    if trains:
+        updater = build_pinned_updater(config, module, master, context)
+    else:
+        updater = OnDeviceUpdate(module, master, build_optimizer(master, config.optimizer), has_moments=False)
+        updater.sync_weights()
+    forward_backward = build_forward_backward(config.parallel, module, context.rank, config.model.loss)
+    torch.manual_seed(config.training.seed + context.rank.index)
+
+    step, weights, check = 0, config.model.path, functools.partial(start.check, context=context)
+    if trains:
+        assert start.checkpoint
+        step = resume_run(start.checkpoint, check, module, updater, context)
+    elif start.checkpoint:
+        step, path = load_checkpoint(start.checkpoint, check, module, updater, context)
+        weights = str(path)
+    return Setup(start, module, updater, forward_backward, step, weights)
+
+
+def _open_start(config: Config, resume: str, context: RankContext, purpose: Purpose) -> Start:
+    """Open the model's files, the data and the checkpoints, in an order that refuses early."""
     trains, rank = purpose is Purpose.TRAIN, context.rank
     if purpose is not Purpose.EVALUATE:  # which accumulates nothing
         config = with_global_batch(config, rank.axes)
@@ -144,61 +192,15 @@ def prepare(
         )
     llama = models.read_llama(files, config.model.layers)
     check_mesh(rank.axes, config.parallel, llama, config.data.seq_len, ranks_per_host())
-    check, saving = _accept_checkpoint, None
-    if trains:
-        assert batches
-        check = functools.partial(
-            log_changes,
-            start_point_of=functools.partial(start_point, config=config, model_dir=files, batches=batches),
-            allowed=config.checkpoint.allow_changes,
-            context=context,
-        )
-        n_bytes = PredictedRun.from_config(llama, config, rank.world_size).checkpoint_bytes
-        saving, checkpoint = open_checkpoints(config.checkpoint, config.timeouts.load, resume, n_bytes, context, check)
-    saved_view = checkpoint.checkpoint if checkpoint else None
-    if batches and check_start:
-        check_start(start_point(saved_view, config, files, batches), saved_view)
-    if saving.store.is_owner if saving else rank.is_rank0:
-        training = config.training if trains else dataclasses.replace(config.training, max_steps=0)
-        # Without steps, cluster-top does not wait for any.
-        write_atomic(context.run.config, to_toml(dataclasses.replace(config, training=training)))
-
-    context.enter_phase(Phase.LOAD)
-    module, master = build_model(config, files, context, from_checkpoint=saved_view is not None, is_trained=trains)
-    if trains:
-        updater = build_pinned_updater(config, module, master, context)
-    else:
-        updater = OnDeviceUpdate(module, master, build_optimizer(master, config.optimizer), has_moments=False)
-        updater.sync_weights()
-    forward_backward = build_forward_backward(config.parallel, module, rank, config.model.loss)
-    torch.manual_seed(config.training.seed + rank.index)
-
-    step, weights = 0, config.model.path
-    if trains:
-        assert checkpoint
-        step = resume_run(checkpoint, check, module, updater, context)
-    elif checkpoint:
-        step, path = load_checkpoint(checkpoint, check, module, updater, context)
-        weights = str(path)
-    return Setup(
-        config,
-        llama,
-        batches,
-        held_out,
-        prompts,
-        files,
-        checkpoint,
-        saving,
-        module,
-        updater,
-        forward_backward,
-        step,
-        weights,
+    start = Start(config, files, llama, batches, held_out, prompts, checkpoint)
+    if not trains:
+        return start
+    check = functools.partial(
+        log_changes, start_point_of=start.point, allowed=config.checkpoint.allow_changes, context=context
     )
-
-
-def _accept_checkpoint(_: CheckpointView) -> None:
-    """Accept a checkpoint for reading, whatever its settings are; ``choose_checkpoint`` compared the model."""
+    n_bytes = PredictedRun.from_config(llama, config, rank.world_size).checkpoint_bytes
+    saving, checkpoint = open_checkpoints(config.checkpoint, config.timeouts.load, resume, n_bytes, context, check)
+    return dataclasses.replace(start, checkpoint=checkpoint, saving=saving)
 
 
 def _open_data(
@@ -354,41 +356,41 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     with collectives.raise_on_all_ranks():
         budget = Budget(config.training.gpu_hours, context, start_s)
     setup = prepare(config, resume, context, Purpose.TRAIN)
-    config, batches, saving, updater = setup.config, setup.batches, setup.saving, setup.updater
+    begun, updater, forward_backward = setup.start, setup.updater, setup.forward_backward
+    config, batches, saving = begun.config, begun.batches, begun.saving
     assert batches
     assert saving
-    assert setup.checkpoint
-    n_bytes = PredictedRun.from_config(setup.llama, config, context.rank.world_size).checkpoint_bytes
+    assert begun.checkpoint
+    n_bytes = PredictedRun.from_config(begun.llama, config, context.rank.world_size).checkpoint_bytes
     budget.set_save_size(n_bytes * ranks_per_host() / context.rank.world_size)
     allocate_staging(config, saving, updater, context)
     saving.start_background_work(setup.step)
-    start = setup.start_point()
+    start = begun.point(begun.saved)
     log_reading(config, batches, start, setup.step, context)
-    show_sequences(batches, start, setup.files, context)
-    context.journal.resume_after(setup.step, start.steps, restart=setup.checkpoint.requested == "no")
+    show_sequences(batches, start, begun.files, context)
+    context.journal.resume_after(setup.step, start.steps, restart=begun.checkpoint.requested == "no")
     reader = build_reader(config.training, config.data.workers, batches, start, context)
     epoch_steps = batches.steps_per_epoch(config.training.global_batch_size)
     return Trainer(
         config=config,
         context=context,
-        forward_backward=setup.forward_backward,
+        forward_backward=forward_backward,
         updater=updater,
         reader=reader,
         steps=range(setup.step + 1, start.steps + 1),
-        flops_per_token=adapter_flops(setup.llama, config.adapter, config.data.seq_len),
+        flops_per_token=adapter_flops(begun.llama, config.adapter, config.data.seq_len),
         bad_steps=build_bad_steps(config.training, start, reader, setup.step + 1, context),
         checkpointer=Checkpointer(
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - start_s
         ),
         requests=Requests(context, stop),
-        evaluator=build_evaluator(config, setup.forward_backward, setup.held_out, setup.prompts, context, epoch_steps),
+        evaluator=build_evaluator(config, forward_backward, begun.held_out, begun.prompts, context, epoch_steps),
         busy_meter=watch_units(config.parallel, setup.module, context),
-        host_inputs=build_host_inputs(config, setup.module, setup.llama, context),
-        evaluate_first=setup.checkpoint.checkpoint is None
-        and not collectives.broadcast_object(context.journal.evaluated_at_start),
+        host_inputs=build_host_inputs(config, setup.module, begun.llama, context),
+        evaluate_first=begun.saved is None and not collectives.broadcast_object(context.journal.evaluated_at_start),
         tokens=context.journal.tokens,
         budget=budget,
-        trackers=start_trackers(config.tracking, setup.checkpoint.requested, setup.step, context),
+        trackers=start_trackers(config.tracking, begun.checkpoint.requested, setup.step, context),
     )
 
 

@@ -23,7 +23,7 @@ from llama405b.predict.search import (
 from llama405b.predict.step_time import StepTime
 from llama405b.settings.axes import idle_rank_note
 from llama405b.settings.schema import BF16_NUMERICS, Config, Training
-from llama405b.spec.models import adapter_label
+from llama405b.spec.adapters import adapter_label
 
 FIT_LABELS = {
     Fit.YES: "fits",

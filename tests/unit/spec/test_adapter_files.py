@@ -12,8 +12,9 @@ from llama405b.contract.errors import UserError
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.rules import find_faults
 from llama405b.settings.schema import Adapter, Config, Data, Model, Parallel
-from llama405b.spec import models
-from llama405b.spec.models import PEFT_PREFIX, lora_shapes, parse_llama, read_peft
+from llama405b.spec import adapters
+from llama405b.spec.adapters import PEFT_PREFIX, lora_shapes, read_peft
+from llama405b.spec.models import parse_llama
 from llama405b.spec.tensors import tp_dimension
 
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
@@ -37,9 +38,9 @@ def test_each_target_of_each_layer_has_two(llama):
         f"{layer}mlp.down_proj.lora_B.weight": (8, 2),
     }
     assert lora_shapes(llama, Adapter()) == {}
-    assert models.n_trained_parameters(llama, LORA) == 16 + 16 + 24 + 16
-    assert models.n_trained_parameters(llama, Adapter()) == llama.parameters
-    assert models.adapted_features(llama, LORA) == (8 + 12, 8 + 8)
+    assert adapters.n_trained_parameters(llama, LORA) == 16 + 16 + 24 + 16
+    assert adapters.n_trained_parameters(llama, Adapter()) == llama.parameters
+    assert adapters.adapted_features(llama, LORA) == (8 + 12, 8 + 8)
 
 
 def test_they_are_split_as_their_matrix_is():
@@ -50,10 +51,10 @@ def test_they_are_split_as_their_matrix_is():
 def test_frozen_matrices_take_four_flops_of_a_weight_and_adapters_six():
     whole = parse_llama(PRESETS["llama3.1-8b"], "8b")
     lora = Adapter("lora")
-    usual, found = whole.flops_per_token(4096), models.adapter_flops(whole, lora, 4096)
+    usual, found = whole.flops_per_token(4096), adapters.adapter_flops(whole, lora, 4096)
     attention = 6 * whole.layers * whole.heads * whole.head_dim * 4096
-    assert found == (usual - attention) * 2 // 3 + attention + 6 * models.n_adapter_parameters(whole, lora)
-    assert models.adapter_flops(whole, Adapter(), 4096) == usual
+    assert found == (usual - attention) * 2 // 3 + attention + 6 * adapters.n_adapter_parameters(whole, lora)
+    assert adapters.adapter_flops(whole, Adapter(), 4096) == usual
 
 
 @pytest.mark.parametrize(
@@ -137,11 +138,11 @@ def test_a_target_that_is_none_here_is_named(tmp_path, llama):
 
 @pytest.mark.parametrize(("offload", "expected"), [("none", (2, 0)), ("all", (0, 2))])
 def test_states_are_frozen_weights_and_what_adapters_take(llama, offload, expected):
-    share = models.n_adapter_parameters(llama, LORA) / llama.parameters
+    share = adapters.n_adapter_parameters(llama, LORA) / llama.parameters
     config = Config(parallel=Parallel(offload=offload))
-    found = models.bytes_per_parameter(llama, dataclasses.replace(config, adapter=LORA))
+    found = adapters.bytes_per_parameter(llama, dataclasses.replace(config, adapter=LORA))
     assert found == pytest.approx([base + share * 16 * bool(base) for base in expected])
-    assert models.bytes_per_parameter(llama, config) == ((16, 0) if offload == "none" else (0, 16))
+    assert adapters.bytes_per_parameter(llama, config) == ((16, 0) if offload == "none" else (0, 16))
 
 
 def test_one_of_another_model_is_refused(tmp_path, llama):

@@ -16,7 +16,7 @@ from llama405b.contract.errors import UserError
 from llama405b.model import llama
 from llama405b.settings import config
 from llama405b.settings.schema import Adapter
-from llama405b.spec import models
+from llama405b.spec import adapters, models
 from llama405b.spec.models import FAMILIES
 from llama405b.spec.tensors import INDEX_FILE, SINGLE_FILE, read_tensors
 from tiny_models import write_llama
@@ -109,12 +109,12 @@ def test_only_llamas_have_biases_in_their_mlp():
 def test_an_adapter_is_beside_all_that_a_matrix_holds():
     config = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"), 64)
     llama = models.parse_llama(config | {"model_type": "phi3", "num_hidden_layers": 1}, "phi3")
-    shapes = models.lora_shapes(llama, Adapter("lora", rank=2))
+    shapes = adapters.lora_shapes(llama, Adapter("lora", rank=2))
     matrices = {name.split(".")[-3]: shape[0] for name, shape in shapes.items() if name.endswith("lora_B.weight")}
     assert matrices == {"o_proj": 64, "qkv_proj": 192, "gate_up_proj": 128, "down_proj": 64}
     words = "Phi3ForCausalLM holds q_proj and k_proj and v_proj in one matrix, qkv_proj; name all of them"
     with pytest.raises(UserError, match=words):
-        models.lora_shapes(llama, Adapter("lora", targets=("q_proj", "v_proj", "down_proj")))
+        adapters.lora_shapes(llama, Adapter("lora", targets=("q_proj", "v_proj", "down_proj")))
 
 
 def test_keys_that_a_family_leaves_out_have_its_own_defaults():

@@ -28,7 +28,8 @@ from llama405b.formats import corpus
 from llama405b.settings.config import DEMO_MODEL
 from llama405b.settings.schema import Adapter
 from llama405b.spec import models
-from llama405b.spec.models import Llama, read_peft
+from llama405b.spec.adapters import read_peft
+from llama405b.spec.models import Llama
 from llama405b.spec.plan import read_plan
 from llama405b.spec.tensors import read_tensors
 from llama405b_tools.agent import hostprobe, processes

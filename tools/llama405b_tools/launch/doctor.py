@@ -19,7 +19,7 @@ from llama405b.predict.search import can_predict, find_model_shape, resolve_auto
 from llama405b.settings import config
 from llama405b.settings.axes import Axes
 from llama405b.settings.schema import Checkpoint, Config
-from llama405b.spec.models import bytes_per_parameter
+from llama405b.spec.adapters import bytes_per_parameter
 from llama405b.spec.probes import DEEP_PROBES, Figure, Probe, ProbeResult
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Fleet, JsonSession

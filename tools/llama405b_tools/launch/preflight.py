@@ -21,7 +21,7 @@ from llama405b.contract.errors import RunError, UserError, fmt_if, pluralize
 from llama405b.settings import command, config
 from llama405b.settings.rules import check_groups
 from llama405b.settings.schema import Config
-from llama405b.spec.models import lora_shapes
+from llama405b.spec.adapters import lora_shapes
 from llama405b.spec.plan import Plan
 from llama405b.spec.rules import check_mesh
 from llama405b_tools.agent.launch_facts import CHECKPOINTS, EXPORT, InputCheck, LaunchFacts, ProbeRequest

@@ -27,7 +27,7 @@ from llama405b.predict.search import Fit, Prediction, can_predict, resolve_auto
 from llama405b.settings.axes import AXIS_NAMES, DP_AXES, idle_rank_note
 from llama405b.settings.config import layout_flags, mesh_flags, with_global_batch
 from llama405b.settings.schema import Config
-from llama405b.spec.models import adapter_label
+from llama405b.spec.adapters import adapter_label
 from llama405b.spec.plan import Plan
 from llama405b.spec.rules import rounding_note
 from llama405b_tools.agent.launch_facts import CHECKPOINTS, LaunchFacts
