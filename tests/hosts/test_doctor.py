@@ -71,7 +71,7 @@ def test_four_good_hosts(hosts, operator):
     # this machine's own disks may be worth a note (a roomier one elsewhere), and nothing else is but what they do not share
     [found] = [found for found in record["findings"] if " free, the working directory " not in found["what"]]
     assert (found["level"], found["hosts"]) == ("note", ["node-2", "node-3", "node-4"])
-    assert found["what"] == "cannot see what node-1 writes in /root/train_dir/runs, the checkpoint directory"
+    assert found["what"] == "it does not see what node-1 writes in /root/train_dir/runs, the checkpoint directory"
     for i in range(1, 5):
         facts = record["facts"][f"node-{i}"]
         assert facts["identity"]["user"] == hosts.user(i)
@@ -109,7 +109,7 @@ def test_faults_of_hosts_side_by_side(hosts, operator):
         hosts.exec(1, "ip", "route", "del", "blackhole", f"{hosts.address(4)}/32")
         hosts.exec(2, "sh", "-c", f"rm -r {metadata}; mv /tmp/away {packages}/torch-2.0.0.dist-info")
         hosts.exec(3, "mv", "/usr/bin/tmux.away", "/usr/bin/tmux")
-    assert "node-3: there is no tmux" in shown
+    assert "node-3: tmux is not installed" in shown
     assert "node-4: there is no /nowhere/at/all" in shown
     assert re.search(r"node-2: torch is 2\.\S+ on most hosts, but node-2 has 2\.99\.0", shown)
     assert "node-[1,4] cannot reach" not in shown

@@ -167,7 +167,7 @@ def test_hosts_with_ipv6_alone_are_refused_before_a_port_is_tried(operator):
     advice = "give it an address that all of them reach"
     unfit = operator("doctor")
     assert unfit.returncode == 3
-    assert f"BAD  all hosts: no IPv4 address\n     → hosts meet over IPv4; {advice}" in unfit.stdout
+    assert f"BAD  all hosts: has no IPv4 address, but hosts meet over IPv4\n     → {advice}" in unfit.stdout
     assert "cannot reach" not in unfit.stdout
     refused = operator("launch", "--run", "six", "--resume", "auto", *FAKE_TRAINER, "--", "p.py")
     assert refused.returncode == 1

@@ -34,7 +34,7 @@ def test_doctor_says_that_hosts_share_no_directory_and_that_the_planned_run_woul
         said = [each for each in json.loads(done.stdout)["findings"] if each["remedy"] == REMEDY]
         return [(each["level"], each["hosts"], each["what"]) for each in said], done.returncode
 
-    what = f"cannot see what node-a writes in {tmp_path}/a/runs, the checkpoint directory"
+    what = f"it does not see what node-a writes in {tmp_path}/a/runs, the checkpoint directory"
     assert found("--preset", "demo") == ([("bad", ["node-b"], what)], 3)
     assert found()[0] == [("note", ["node-b"], what)]
     assert found("--preset", "demo", "--checkpoint.dir", f"{tmp_path}/c")[0] == []

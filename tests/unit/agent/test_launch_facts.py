@@ -15,7 +15,7 @@ from llama405b.contract import reader
 from llama405b_tools.agent import launch_facts, machine
 from llama405b_tools.agent.launch_facts import InputCheck
 from llama405b_tools.agent.machine import DirectoryCheck, has_program
-from llama405b_tools.launch.preflight import place_words
+from llama405b_tools.launch.findings import place_words
 from llama405b_tools.parsers import MIG_ON
 
 ON_READ_ONLY = """

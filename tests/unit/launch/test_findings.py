@@ -15,8 +15,9 @@ from llama405b_tools import parsers
 from llama405b_tools.hosts.inventory import parse_hosts
 from llama405b_tools.launch import doctor, host_rules
 from llama405b_tools.launch.doctor import Survey, estimate_requirements
+from llama405b_tools.launch.findings import BAD, NOTE, WARN
 from llama405b_tools.launch.host_facts import HostFacts, PeerReach
-from llama405b_tools.launch.host_rules import BAD, NOTE, WARN, Peers, Requirements
+from llama405b_tools.launch.host_rules import Peers, Requirements
 
 DATA = ROOT / "tests/data/doctor"
 FIELDS = [
@@ -27,6 +28,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
+READ_ONLY = "/w cannot be written: the filesystem of /w is read-only (after an I/O error, dmesg says why)"
 INFOROM = "WARNING: infoROM is corrupted at gpu 0000:43:00.0\n"
 
 
@@ -113,14 +115,14 @@ def test_a_run_needs_a_directory_that_all_hosts_see_if_it_saves_there(settings, 
     unshared = dataclasses.replace(peers("a", "b", "c"), unshared=["b", "c"])
     [found] = diagnose({"a": good() | {"marked": "/w/runs"}, "b": good(), "c": good()}, needs, links=unshared)
     assert (found.level, found.hosts) == (BAD, ("b", "c"))
-    assert found.what == "cannot see what a writes in /w/runs, the checkpoint directory"
+    assert found.what == "it does not see what a writes in /w/runs, the checkpoint directory"
 
 
 def test_a_disk_that_cannot_be_written_is_one_fault_with_one_remedy():
     facts = good()
     facts["environment"]["writable"] = False
     facts["disks"]["filesystems"][0] |= {"writable": False, "read_only": True}
-    assert [(f.what, f.level) for f in diagnose({"a": facts})] == [("/w is on a filesystem that is read-only", BAD)]
+    assert [(f.what, f.level) for f in diagnose({"a": facts})] == [(READ_ONLY, BAD)]
 
 
 @pytest.mark.parametrize(
@@ -148,12 +150,12 @@ def put(*path):
 @pytest.mark.parametrize(
     ("change", "level", "what", "remedy"),
     [
-        (put("identity", "tools", "tmux", False), BAD, "there is no tmux", "apt-get update && apt-get install tmux"),
-        (put("identity", "tools", "ip", False), BAD, "there is no ip", "iproute2"),
+        (put("identity", "tools", "tmux", False), BAD, "tmux is not installed", "apt-get update && apt-get install tmux"),
+        (put("identity", "tools", "ip", False), BAD, "iproute2 is not installed", "apt-get install iproute2"),
         (put("environment", "workdir_exists", False), BAD, "there is no /w", "llama405b setup"),
-        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False}]), BAD, "/w cannot be written", "a directory of your own"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False}]), BAD, "/w cannot be written: /w belongs to another user", "choose another directory"),
         (put("environment", "packages", None), BAD, "its python cannot be run", "set python="),
-        (put("environment", "packages", "torch", "missing"), BAD, "torch is not installed", "llama405b setup"),
+        (put("environment", "packages", "torch", "missing"), BAD, "torch is not installed for its python", "llama405b setup"),
         (put("environment", "packages", "torch", "2.8.0"), BAD, "torch is 2.8.0", "at least 2.11"),
         (put("environment", "packages", "python", "3.9.2"), BAD, "python is 3.9.2", "at least 3.11"),
         (put("environment", "packages", "cuda", "13.0"), BAD, "driver 570.124.06 is too old for torch's CUDA 13.0", "580 or newer"),
@@ -161,10 +163,10 @@ def put(*path):
         (put("kill_user_processes", True), BAD, "KillUserProcesses=yes", "loginctl enable-linger"),
         (put("tmux", {"memlock_kib": "8192", "open_files": "1024"}), BAD, "only 8192 KiB may be locked inside tmux", "tmux kill-server"),
         (put("tmux", {"memlock_kib": "unlimited", "open_files": "1024"}), WARN, "1024 open files", "nofile"),
-        (put("tmux", {"failed": "open terminal failed"}), BAD, "tmux does not start: open terminal failed", "tmux new"),
+        (put("tmux", {"failed": "open terminal failed"}), BAD, "its tmux does not work (open terminal failed)", "tmux new"),
         (put("memory", "shm_free", 64 << 20), WARN, "/dev/shm has 0.1 GiB free", "--shm-size"),
-        (put("disks", "filesystems", [{"path": "/w", "free": 10 << 20, "writable": True}]), BAD, "/w has 0.01 GiB free", "make room"),
-        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True, "free_files": 3}]), BAD, "/w is out of inodes (3 more files can be created)", "delete files"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 10 << 20, "writable": True}]), BAD, "its disk is full (10 MiB free at /w)", "make room"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True, "free_files": 3}]), BAD, "its disk is out of inodes (3 more files can be created at /w)", "delete files"),
         (put("disks", "unmounted_nvme", [{"device": "/dev/nvme1n1", "size": 3_840_000_000_000}]), NOTE, "/dev/nvme1n1 (3.8 TB) is not mounted", "scratch="),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/data", "type": "xfs", "free": 7 << 40}]), NOTE, "/data (xfs) has 7,697 GB free, the working directory 1,100 GB", "cache= and scratch= below /data"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/fs", "type": "lustre", "free": 9 << 40}]), NOTE, "/fs is a network filesystem (lustre)", "--checkpoint.dir /fs/"),
@@ -189,7 +191,7 @@ def put(*path):
         (put("rdma", {"ports": json.loads((DATA / "infiniband.json").read_text())["ports"], "peermem": True}), WARN, "mlx5_2 port 1 is not active", "cable"),
         (put("rdma", "peermem", False), NOTE, "nvidia_peermem is not loaded", "modprobe"),
         (put("failed", {"rdma": "TypeError: x"}), WARN, "rdma unknown", "by hand"),
-        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False, "read_only": True}]), BAD, "/w is on a filesystem that is read-only", "dmesg"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False, "read_only": True}]), BAD, READ_ONLY, "choose another directory"),
     ],
 )  # fmt: skip
 def test_a_fault_of_a_host(change, level, what, remedy):
@@ -332,7 +334,7 @@ def test_remedies_can_be_typed():
     facts = good()
     put("environment", "packages", "torch", "missing")(facts)
     [found] = diagnose({"a": facts}, Requirements(program=".venv/bin/llama405b", hosts_arg=" 'my hosts'"))
-    assert found.remedy == "`.venv/bin/llama405b setup 'my hosts'` installs it"
+    assert found.remedy == "run `.venv/bin/llama405b setup 'my hosts'`, or install it there"
 
 
 def test_who_differs():
@@ -363,10 +365,10 @@ def test_how_hosts_reach_each_other():
     [found] = diagnose(facts, links=peers(*facts, faults=one_way))
     assert (found.level, found.hosts) == (BAD, ("a",))
     assert found.what == "b cannot reach it on the training network (10.0.0.5:29400: No route to host)"
-    assert "set address=" in found.remedy
+    assert found.remedy.endswith("or give a an address= that all of them reach")
     unknown = {("b", "a", "10.0.0.5"): "Name or service not known"}
     [found] = diagnose(facts, links=peers(*facts, faults=unknown))
-    assert found.remedy == "put the name into /etc/hosts on all hosts, or set address= to an IP address"
+    assert found.remedy == "put the name into /etc/hosts on all hosts, or give a an IP address in address="
     both = {host: ["10.0.0.5"] for host in facts} | {"a": ["172.17.0.1", "10.0.0.5"]}
     docker = {(host, "a", "172.17.0.1"): "another program answers on this port" for host in "bc"}
     [found] = diagnose(facts, links=peers(*facts, faults=docker, candidates=both))
@@ -480,10 +482,14 @@ def test_hosts_that_have_no_ipv4_address_are_told_that_alone():
         faults={("a", "b", "fd99::12"): "Connection refused"},
     )
     found = [finding for finding in diagnose(facts, links=links) if finding.level == BAD]
-    assert [(finding.hosts, finding.what) for finding in found] == [(("b",), "no IPv4 address")]
+    assert [(finding.hosts, finding.what) for finding in found] == [
+        (("b",), "has no IPv4 address, but hosts meet over IPv4")
+    ]
     links = peers("a", "b", candidates={"a": ["10.0.0.5"], "b": []})  # nothing of it could be tried
     found = [finding for finding in diagnose(facts, links=links) if finding.level == BAD]
-    assert [(finding.hosts, finding.what) for finding in found] == [(("b",), "no IPv4 address")]
+    assert [(finding.hosts, finding.what) for finding in found] == [
+        (("b",), "has no IPv4 address, but hosts meet over IPv4")
+    ]
     assert not any(finding.level == BAD for finding in diagnose({"b": facts["b"]}))
 
 

@@ -47,11 +47,7 @@ def facts(own, head=None):
 
 def fault_of(request, host, said):
     """Why a host is not fit; '' if it is."""
-    try:
-        preflight.check_host(request, host, said)
-    except preflight.UnfitError as error:
-        return str(error)
-    return ""
+    return preflight.unfit_hosts(request, [host], {host.name: said}).get(host.name, "")
 
 
 def answers(*faults):
@@ -88,7 +84,10 @@ def test_who_does_not_get_there_is_told_what_was_tried():
 def test_a_name_without_an_address_is_not_called_a_firewall():
     said = {"a": facts([]), "b": facts([], {"train-1": HeadRoute("Name or service not known", unresolved=True)})}
     why = preflight.hosts_cut_off(A, said, 20_000)["b"]
-    assert "at train-1 (Name or service not known); put the name into its /etc/hosts, or give a an IP address" in why
+    assert (
+        "at train-1 (Name or service not known); put the name into /etc/hosts on all hosts, or give a an IP address"
+        in why
+    )
     assert "open TCP ports" not in why
 
 
@@ -210,11 +209,10 @@ def test_hosts_are_asked_for_the_packages_that_settings_need(monkeypatch, tmp_pa
 
     assert asked() == {"a": ("torchao", "tensorboard"), "b": ("torchao",)}
     assert asked("--env", "PYTHONPATH=/somewhere") == {"a": (), "b": ()}  # which may bring them
-    with pytest.raises(
-        preflight.UnfitError,
-        match="tensorboard is not installed for its python, and the settings need it; run `pip install",
-    ):
-        preflight._check_programs(parse_launch(words, 0.0), dataclasses.replace(facts([]), lacks=("tensorboard",)))
+    said = fault_of(parse_launch(words, 0.0), A, dataclasses.replace(facts([]), lacks=("tensorboard",)))
+    assert said == (
+        "tensorboard is not installed for its python, and the settings need it; run `pip install tensorboard` there"
+    )
 
 
 def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, tmp_path):
@@ -278,7 +276,7 @@ def test_the_directory_of_checkpoints_is_tried_before_the_start():
         ({"tmux": False}, "tmux is not installed; install it (apt-get update && apt-get install tmux)"),
         (
             {"tmux_fault": "no answer within 10 s"},
-            "its tmux does not work (`tmux -V`: no answer within 10 s); repair it",
+            "its tmux does not work (`tmux -V`: no answer within 10 s); run `tmux new -d true` there, and repair it",
         ),
         (
             {"free_files": 3},

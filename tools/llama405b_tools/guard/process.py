@@ -28,7 +28,8 @@ from llama405b_tools.guard.guard import GuardInput
 from llama405b_tools.hosts.fleet import Fleet, is_local, program_name, ssh_user
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Outcomes, failure_texts, replies
-from llama405b_tools.launch.preflight import fault_list, place_words
+from llama405b_tools.launch.findings import place_words
+from llama405b_tools.launch.preflight import fault_list
 from llama405b_tools.launch.request import LaunchRequest
 from llama405b_tools.run.query import STATUS_TIMEOUT_S
 from llama405b_tools.run.screen import make_printer, show

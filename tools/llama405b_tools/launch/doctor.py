@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from llama405b.contract.errors import UserError, fmt_if, pluralize
 from llama405b.predict import estimate, run_shape
+from llama405b.predict.hardware import GIB
 from llama405b.predict.search import can_predict, find_model_shape, resolve_auto
 from llama405b.settings import config
 from llama405b.settings.axes import Axes
@@ -25,8 +26,9 @@ from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Fleet, JsonSession
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, failure_texts, replies
+from llama405b_tools.launch.findings import BAD, NOTE, WARN, Finding
 from llama405b_tools.launch.host_facts import HostFacts, PeersReply
-from llama405b_tools.launch.host_rules import BAD, GIB, NOTE, WARN, Finding, Peers, Requirements
+from llama405b_tools.launch.host_rules import Peers, Requirements
 from llama405b_tools.launch.probes import run_probes
 from llama405b_tools.launch.request import parse_launch
 from llama405b_tools.text.figures import DASH, format_columns
@@ -190,7 +192,7 @@ def _candidate_addresses(host: Host, facts: HostFacts) -> list[str]:
 def port_findings(facts: Mapping[str, HostFacts], port: int) -> list[Finding]:
     """Report hosts on which the requested port is not available."""
     hosts = tuple(name for name, host_facts in facts.items() if host_facts.port_fault)
-    return [Finding(BAD, hosts, f"port {port} is in use", "choose another --port")] if hosts else []
+    return [Finding(BAD, f"port {port} is in use", "choose another --port", hosts)] if hosts else []
 
 
 HEADINGS = ("host", "fit", "address", "ssh", "clock", "GPUs", "RDMA", "RAM", "workdir free", "write", "python", "torch")
@@ -280,12 +282,12 @@ def check_under_load(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
             lambda result: print(f"{result.probe}: {result.seconds:.0f} s", file=sys.stderr, flush=True),
         )
     except UserError as error:
-        return [Finding(BAD, all_hosts, f"the deep check did not start: {error}", "fix that first")]
+        return [Finding(BAD, f"the deep check did not start: {error}", "fix that first", all_hosts)]
     for result in results:
         if not result.passed:
             blamed_hosts = (result.failed_on,) if result.failed_on else all_hosts
             problem = f"the deep check failed: {result.probe}: {result.fault or result.failure_reason}"
-            return [Finding(BAD, blamed_hosts, problem, f"{fleet.command_to_type('logs', run)} shows every rank")]
+            return [Finding(BAD, problem, f"{fleet.command_to_type('logs', run)} shows every rank", blamed_hosts)]
     return list(judge_results(results))
 
 
@@ -304,7 +306,7 @@ def judge_results(results: Sequence[ProbeResult]) -> Iterator[Finding]:
         summary += f", all-gather {bandwidth['all-gather']:.2f} GB/s, all-reduce {bandwidth['all-reduce']:.2f} GB/s"
         summary += " (bus bandwidth)"
     hosts = tuple(dict.fromkeys(host for device in devices for host in device.hosts))
-    yield Finding(NOTE, hosts, summary, "compare with the hardware's specification")
+    yield Finding(NOTE, summary, "compare with the hardware's specification", hosts)
 
 
 def _slow_devices(devices: Sequence[Figure], tolerance: float) -> Iterator[Finding]:
@@ -313,7 +315,7 @@ def _slow_devices(devices: Sequence[Figure], tolerance: float) -> Iterator[Findi
         if device.value < (1 - tolerance) * median_flops:
             problem = f"{device.name}: {device.value:.3g} TFLOP/s where the median is {median_flops:.3g}"
             remedy = "check its clocks, power and temperature; every rank waits for the slowest"
-            yield Finding(WARN, device.hosts, problem, remedy)
+            yield Finding(WARN, problem, remedy, device.hosts)
 
 
 def _slow_links(links: Sequence[Figure], tolerance: float) -> Iterator[Finding]:
@@ -326,4 +328,4 @@ def _slow_links(links: Sequence[Figure], tolerance: float) -> Iterator[Finding]:
     for link in slow:
         blamed_host = max(link.hosts, key=lambda end: counts[end])
         problem = f"{link.name}: {link.value:.2f} GB/s each way where the median is {median_rate:.2f}"
-        yield Finding(WARN, (blamed_host,), problem, "check its cable, port and NCCL_IB_HCA")
+        yield Finding(WARN, problem, "check its cable, port and NCCL_IB_HCA", (blamed_host,))

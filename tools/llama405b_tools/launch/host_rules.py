@@ -7,11 +7,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from llama405b.contract.errors import and_more, pluralize
+from llama405b.predict.hardware import GIB
 from llama405b.predict.search import MEMORY_SPREAD, Fit
 from llama405b.settings.schema import Config
 from llama405b_tools import parsers
+from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
 from llama405b_tools.hosts.inventory import LOOPBACK
 from llama405b_tools.hosts.transport import find_disagreement, group_same_machine
+from llama405b_tools.launch.findings import (
+    BAD,
+    NO_IPV4,
+    NOTE,
+    WARN,
+    Finding,
+    broken_tmux,
+    full_disk,
+    missing_gpus,
+    missing_packages,
+    missing_programs,
+    not_sharing,
+    reach_remedy,
+    unwritable,
+)
 from llama405b_tools.launch.host_facts import (
     NO_DISKS,
     UNKNOWN_IDENTITY,
@@ -24,10 +41,8 @@ from llama405b_tools.launch.preflight import known_bugs
 from llama405b_tools.parsers import is_private
 from llama405b_tools.text.words import fold_names
 
-BAD, WARN, NOTE = "bad", "warning", "note"
-Remarks: TypeAlias = Iterator[tuple[str, str, str]]  # level, what, remedy
-GIB = 1 << 30
-MIN_FILES, MIN_FREE_FILES = 4096, 1000
+Findings: TypeAlias = Iterator[Finding]
+MIN_FILES = 4096
 MIN_SHM = 1 * GIB
 MIN_VERSIONS = {"python": (3, 11), "torch": (2, 11), "transformers": (5, 17)}
 MIN_DRIVER = {"12": 525, "13": 580}  # CUDA's major version: the driver branch it needs (CUDA release notes)
@@ -39,8 +54,8 @@ NVSWITCH_GPUS = (
 )  # eight in a host are behind an NVSwitch, unless they are PCIe cards
 NETWORK_FILESYSTEMS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph")
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
-ROOMIER_FACTOR = 4  # times the working directory's free space: worth a remark
-MISFIT_REMARKS = {
+ROOMIER_FACTOR = 4  # times the working directory's free space: worth a note
+MISFITS = {
     Fit.NO: (BAD, f"beyond the prediction's error ({100 * MEMORY_SPREAD:.0f}%)"),
     Fit.MAYBE: (WARN, f"too close: the prediction may be off by {100 * MEMORY_SPREAD:.0f}%"),
 }
@@ -71,10 +86,10 @@ class Requirements:
         return f"`{self.program} {verb}{self.hosts_arg}`"
 
 
-def host_remarks(facts: HostFacts, needs: Requirements, *, is_head: bool) -> Remarks:
-    """Yield all remarks on a host."""
+def host_findings(facts: HostFacts, needs: Requirements, *, is_head: bool) -> Findings:
+    """Yield all findings of a host."""
     for part, why in facts.failed.items():
-        yield WARN, f"{part} unknown: {why}", "check it by hand"
+        yield Finding(WARN, f"{part} unknown: {why}", "check it by hand")
     yield from _check_programs(facts, needs)
     yield from _check_disks(facts)
     yield from _check_mounts(facts)
@@ -92,56 +107,54 @@ def host_remarks(facts: HostFacts, needs: Requirements, *, is_head: bool) -> Rem
         yield from _check_exposure(facts)
 
 
-def _check_programs(facts: HostFacts, needs: Requirements) -> Remarks:
+def _check_programs(facts: HostFacts, needs: Requirements) -> Findings:
     identity, place, setup = facts.identity or UNKNOWN_IDENTITY, facts.environment, needs.command_to_type("setup")
-    for program, package in (("tmux", "tmux"), ("ip", "iproute2")):
-        if not identity.tools.get(program, True):
-            remedy = f"apt-get update && apt-get install {package} on it, or run {setup} as root"
-            yield BAD, f"there is no {program}", remedy
+    yield from missing_programs(identity.tools, setup)
     if place and not place.workdir_exists:
-        yield BAD, f"there is no {place.workdir}", f"{setup} puts the project there; or set workdir="
+        yield Finding(BAD, f"there is no {place.workdir}", f"{setup} puts the project there; or set workdir=")
     if facts.kill_user_processes and identity.user != "root":
         problem = "logind kills your processes, and the run, when you log out (KillUserProcesses=yes)"
-        yield BAD, problem, "run there: loginctl enable-linger"
+        yield Finding(BAD, problem, "run there: loginctl enable-linger")
     if identity.upgraded_by and facts.devices and needs.uses_gpus:
         problem = f"{identity.upgraded_by} installs upgrades by itself, and may replace the driver during a run"
-        yield WARN, problem, f"systemctl disable --now {identity.upgraded_by}, or exclude NVIDIA's packages from it"
+        yield Finding(
+            WARN, problem, f"systemctl disable --now {identity.upgraded_by}, or exclude NVIDIA's packages from it"
+        )
     if identity.must_reboot:
-        yield WARN, "a reboot is pending to load upgrades", "reboot it before the run"
+        yield Finding(WARN, "a reboot is pending to load upgrades", "reboot it before the run")
 
 
-def _check_packages(facts: HostFacts, needs: Requirements) -> Remarks:
+def _check_packages(facts: HostFacts, needs: Requirements) -> Findings:
     if facts.environment is None:
         return
     packages, setup = facts.environment.packages, needs.command_to_type("setup")
     if packages is None:
-        yield BAD, "its python cannot be run", f"{setup} installs one; or set python= in the hosts file"
+        yield Finding(BAD, "its python cannot be run", f"{setup} installs one; or set python= in the hosts file")
         return
-    missing = [name for name in ("torch", "transformers", "llama405b") if packages.get(name, "missing") == "missing"]
-    if missing:
-        yield BAD, f"{', '.join(missing)} is not installed", f"{setup} installs it"
+    needed = ("torch", "transformers", "llama405b")
+    yield from missing_packages({name: packages.get(name, "missing") for name in needed}, setup)
     for name, minimum in MIN_VERSIONS.items():
         version = _parse_version(packages.get(name, ""))
         if version and version < minimum:
             remedy = f"at least {'.'.join(map(str, minimum))} is needed; {setup} installs it"
-            yield BAD, f"{name} is {packages[name]}", remedy
+            yield Finding(BAD, f"{name} is {packages[name]}", remedy)
     for problem, bug in known_bugs(needs.settings, packages).items():
-        yield {"warn": WARN, "refuse": BAD}[bug.level], problem, bug.cure
+        yield Finding({"warn": WARN, "refuse": BAD}[bug.level], problem, bug.cure)
 
 
-def _check_allocator(facts: HostFacts) -> Remarks:
+def _check_allocator(facts: HostFacts) -> Findings:
     """Check that the user's setting of PyTorch's allocator keeps expandable segments, which we set otherwise."""
     setting = facts.environment.allocator if facts.environment else ""
     if setting and EXPANDABLE_SEGMENTS not in setting.replace(" ", ""):
         problem = f"its environment sets PyTorch's allocator to {setting!r}, without {EXPANDABLE_SEGMENTS}"
-        yield (
+        yield Finding(
             WARN,
             problem,
             f"unset it, or add {EXPANDABLE_SEGMENTS}: without it, PyTorch reserves 9 to 15 GiB more of a GPU at 405B",
         )
 
 
-def _check_cuda_build(facts: HostFacts, needs: Requirements) -> Remarks:
+def _check_cuda_build(facts: HostFacts, needs: Requirements) -> Findings:
     """Check that the driver supports torch's CUDA version."""
     cuda = facts.packages.get("cuda", "")
     branch = MIN_DRIVER.get(cuda.partition(".")[0], 0)
@@ -150,13 +163,13 @@ def _check_cuda_build(facts: HostFacts, needs: Requirements) -> Remarks:
         version = _parse_version(driver)
         if version and version[0] < branch:
             remedy = f"install driver {branch} or newer, or a torch build for an older CUDA"
-            yield BAD, f"driver {driver} is too old for torch's CUDA {cuda}", remedy
+            yield Finding(BAD, f"driver {driver} is too old for torch's CUDA {cuda}", remedy)
     if drivers and cuda == "none":
         remedy = f"{needs.command_to_type('setup')} installs the build that fits the driver"
-        yield BAD, "it has GPUs, but its torch was built without CUDA", remedy
+        yield Finding(BAD, "it has GPUs, but its torch was built without CUDA", remedy)
 
 
-def _check_gpus(facts: HostFacts, needs: Requirements) -> Remarks:
+def _check_gpus(facts: HostFacts, needs: Requirements) -> Findings:
     probe = facts.gpus
     if not probe:
         return
@@ -164,193 +177,199 @@ def _check_gpus(facts: HostFacts, needs: Requirements) -> Remarks:
     if fault:
         reset = "reboot it, or reset that GPU; if the error returns, replace the GPU"
         loads = "reboot it, to load the driver that was installed"
-        yield BAD, f"nvidia-smi: {fault}", loads if parsers.MISMATCH.search(fault) else reset
+        yield Finding(BAD, f"nvidia-smi: {fault}", loads if parsers.MISMATCH.search(fault) else reset)
     elif probe.smi is not None and len(gpus) < facts.slots:
-        yield BAD, f"it has {pluralize(len(gpus), 'GPU')}, but slots={facts.slots}", "check nvidia-smi, or lower slots="
+        yield missing_gpus(len(gpus), facts.slots)
     for warning in parsers.smi_warnings(probe.smi):
-        yield WARN, f"nvidia-smi: {warning}", "it can train; have the GPU checked"
+        yield Finding(WARN, f"nvidia-smi: {warning}", "it can train; have the GPU checked")
     for gpu in gpus:
         if gpu.mig and facts.slots != 1:
-            yield (
+            yield Finding(
                 BAD,
                 f"GPU {gpu.index}: {parsers.MIG_ON[0]}",
                 f"{parsers.MIG_ON[1]}, or set slots=1 to use one device of it",
             )
         yield from _check_gpu(gpu, needs)
     for pid, name in parsers.parse_gpu_processes(probe.apps):
-        yield WARN, f"process {pid} ({name}) holds GPU memory", "end it, or find its owner"
+        yield Finding(WARN, f"process {pid} ({name}) holds GPU memory", "end it, or find its owner")
     for address, number, meaning in parsers.parse_xids(probe.xid):
         level = BAD if number in parsers.FATAL_XIDS else WARN
-        yield level, f"Xid {number} at {address}: {meaning}", REPLACE_GPU
+        yield Finding(level, f"Xid {number} at {address}: {meaning}", REPLACE_GPU)
     if gpus and not probe.dmesg_readable:
-        yield NOTE, "the kernel's log cannot be read, so Xid errors are unknown", "read it as root: dmesg | grep Xid"
+        yield Finding(
+            NOTE, "the kernel's log cannot be read, so Xid errors are unknown", "read it as root: dmesg | grep Xid"
+        )
     yield from _check_nvlink(probe, gpus)
 
 
-def _check_nvlink(probe: parsers.SmiAnswer, gpus: Sequence[parsers.GpuReport]) -> Remarks:
+def _check_nvlink(probe: parsers.SmiAnswer, gpus: Sequence[parsers.GpuReport]) -> Findings:
     for link in parsers.nvlinks_down(probe.nvlink):
-        yield BAD, f"NVLink is down: {link}", "reset the GPUs, or reboot"
+        yield Finding(BAD, f"NVLink is down: {link}", "reset the GPUs, or reboot")
     if len(gpus) < 8 or probe.fabric_manager not in ("inactive", "failed"):
         return
     model, state = gpus[0].name, probe.fabric_manager
     if "PCIe" not in model and any(name in model for name in NVSWITCH_GPUS):
         problem = f"nvidia-fabricmanager is {state}: GPUs behind an NVSwitch cannot start without it"
-        yield BAD, problem, "systemctl enable --now nvidia-fabricmanager"
+        yield Finding(BAD, problem, "systemctl enable --now nvidia-fabricmanager")
 
 
-def _check_gpu(gpu: parsers.GpuReport, needs: Requirements) -> Remarks:
+def _check_gpu(gpu: parsers.GpuReport, needs: Requirements) -> Findings:
     label = f"GPU {gpu.index}"
     if gpu.fault:
-        yield BAD, f"{label}: {gpu.fault}", "reset it (nvidia-smi -r) or reboot; if the error returns, replace it"
+        yield Finding(
+            BAD, f"{label}: {gpu.fault}", "reset it (nvidia-smi -r) or reboot; if the error returns, replace it"
+        )
     if gpu.ecc_errors:
         problem = f"{label}: {gpu.ecc_errors} uncorrected ECC errors since the driver was loaded"
-        yield BAD, problem, "reset it; if they return, replace it"
+        yield Finding(BAD, problem, "reset it; if they return, replace it")
     if gpu.pages_pending:
-        yield WARN, f"{label}: memory rows are waiting to be remapped", "reset it (nvidia-smi -r) before the run"
+        yield Finding(
+            WARN, f"{label}: memory rows are waiting to be remapped", "reset it (nvidia-smi -r) before the run"
+        )
     if gpu.slowdowns:
         problem = f"{label}: slowed down: {', '.join(gpu.slowdowns)}"
-        yield WARN, problem, "check its cooling and power; all other GPUs would wait for it"
+        yield Finding(WARN, problem, "check its cooling and power; all other GPUs would wait for it")
     if gpu.is_capped:
         problem = f"{label}: power limit {gpu.power_limit_w:.0f} of {gpu.power_max_w:.0f} W"
-        yield WARN, problem, f"nvidia-smi -i {gpu.index} -pl {gpu.power_max_w:.0f}"
+        yield Finding(WARN, problem, f"nvidia-smi -i {gpu.index} -pl {gpu.power_max_w:.0f}")
     if gpu.is_narrow:
         problem = f"{label}: PCIe x{gpu.pcie_width} of x{gpu.pcie_width_max}"
-        yield WARN, problem, "reseat it, or replace the machine"
+        yield Finding(WARN, problem, "reseat it, or replace the machine")
     yield from _check_gpu_memory(gpu, needs)
 
 
-def _check_gpu_memory(gpu: parsers.GpuReport, needs: Requirements) -> Remarks:
+def _check_gpu_memory(gpu: parsers.GpuReport, needs: Requirements) -> Findings:
     label, room = f"GPU {gpu.index}", (gpu.memory_mib or 0) << 20
     if room and room < needs.gpu_bytes:
         problem = f"{label}: {room / GIB:.0f} GiB, but each rank's state takes {needs.gpu_bytes / GIB:.0f}"
-        yield BAD, problem, "use more ranks, --parallel.offload all, or pure-bf16"
+        yield Finding(BAD, problem, "use more ranks, --parallel.offload all, or pure-bf16")
         return
     fit = Fit.from_gpu_bytes(needs.gpu_peak_bytes, room, lambda: needs.gpu_reserved_bytes or None)
     if room and fit is Fit.NO:
         problem = (
             f"{label}: {room / GIB:.0f} GiB, but a rank allocates about {needs.gpu_peak_bytes / GIB:.0f} at its peak"
         )
-        yield BAD, problem, "`llama405b plan` shows what fits"
+        yield Finding(BAD, problem, "`llama405b plan` shows what fits")
     elif room and fit is Fit.RETRIES:
         takes = f"reserves about {(needs.gpu_reserved_bytes or needs.gpu_peak_bytes) / GIB:.0f}"
         problem = f"{label}: {room / GIB:.0f} GiB, but PyTorch {takes}"
-        yield WARN, problem, "it runs slower, with allocator retries; `llama405b plan` shows what helps"
+        yield Finding(WARN, problem, "it runs slower, with allocator retries; `llama405b plan` shows what helps")
 
 
-def _check_fabric(facts: HostFacts) -> Remarks:
+def _check_fabric(facts: HostFacts) -> Findings:
     for port in facts.rdma_ports:
         if not port.is_up:
             problem = f"{port.device} port {port.port} is not active"
-            yield WARN, problem, "check its cable, or the subnet manager; NCCL uses the others"
+            yield Finding(WARN, problem, "check its cable, or the subnet manager; NCCL uses the others")
     use = parsers.training_ports(facts.rdma_ports)
     if not use:
         return
     if use[0].is_roce and len({port.gid_index for port in use}) > 1:
         problem = "its RoCE ports have their IPv4 RoCE v2 address at different GID indices"
-        yield WARN, problem, "set NCCL_IB_GID_INDEX with --env"
+        yield Finding(WARN, problem, "set NCCL_IB_GID_INDEX with --env")
     if facts.rdma and not facts.rdma.peermem:
         remedy = "GPUDirect RDMA then needs dmabuf (kernel >= 5.12 and the open driver); else: modprobe nvidia_peermem"
-        yield NOTE, "nvidia_peermem is not loaded", remedy
+        yield Finding(NOTE, "nvidia_peermem is not loaded", remedy)
 
 
-def _check_memory(facts: HostFacts, needs: Requirements) -> Remarks:
+def _check_memory(facts: HostFacts, needs: Requirements) -> Findings:
     memory, less = facts.memory, "--parallel.moments bf16, or --parallel.offload none"
     if memory and needs.ram_bytes > memory.total:
         problem = f"{memory.total / GIB:.0f} GiB of RAM, but the run needs {needs.ram_bytes / GIB:.0f}"
-        yield BAD, problem, f"use more hosts, {less}"
+        yield Finding(BAD, problem, f"use more hosts, {less}")
     elif memory and (fit := Fit.from_sizes(needs.ram_peak_bytes, memory.total)) is not Fit.YES:
         problem = f"{memory.total / GIB:.0f} GiB of RAM, but the run takes about {needs.ram_peak_bytes / GIB:.0f} with pinning"
-        level, remedy = MISFIT_REMARKS[fit]
-        yield level, problem, f"{remedy}; use more hosts, {less}"
+        level, remedy = MISFITS[fit]
+        yield Finding(level, problem, f"{remedy}; use more hosts, {less}")
     if memory and memory.shm_free < MIN_SHM:
         problem = f"/dev/shm has {memory.shm_free / GIB:.1f} GiB free"
-        yield WARN, problem, "mount -o remount,size=16G /dev/shm (docker: --shm-size)"
+        yield Finding(WARN, problem, "mount -o remount,size=16G /dev/shm (docker: --shm-size)")
 
 
-def _check_tmux(facts: HostFacts) -> Remarks:
+def _check_tmux(facts: HostFacts) -> Findings:
     limits = facts.tmux
     if limits is None:
         return
     if limits.failed:
-        yield BAD, f"tmux does not start: {limits.failed}", "run `tmux new -d true` on it"
+        yield broken_tmux(limits.failed)
         return
     if limits.open_files.isdigit() and int(limits.open_files) < MIN_FILES:
         problem = f"only {limits.open_files} open files are allowed inside tmux"
-        yield WARN, problem, "raise nofile in /etc/security/limits.conf, then: tmux kill-server"
+        yield Finding(WARN, problem, "raise nofile in /etc/security/limits.conf, then: tmux kill-server")
     if limits.memlock_kib != "unlimited" and parsers.has_rdma(facts.rdma_ports):
         problem = f"only {limits.memlock_kib} KiB may be locked inside tmux, and RDMA locks its buffers"
-        yield BAD, problem, "set memlock unlimited in /etc/security/limits.conf, then: tmux kill-server"
+        yield Finding(BAD, problem, "set memlock unlimited in /etc/security/limits.conf, then: tmux kill-server")
 
 
-def _check_disks(facts: HostFacts) -> Remarks:
+def _check_disks(facts: HostFacts) -> Findings:
     for entry in facts.filesystems:
         if entry.path:
             yield from _check_disk(entry)
     for disk in (facts.disks or NO_DISKS).unmounted_nvme:
         problem = f"{disk.device} ({disk.size / 1e12:.1f} TB) is not mounted"
-        yield NOTE, problem, "mount it, and point cache= and scratch= at it"
+        yield Finding(NOTE, problem, "mount it, and point cache= and scratch= at it")
 
 
-def _check_disk(entry: Filesystem) -> Remarks:
+def _check_disk(entry: Filesystem) -> Findings:
     """Check the filesystem of a directory that a run writes to."""
-    if entry.free is not None and entry.free < GIB:
-        yield BAD, f"{entry.path} has {entry.free / GIB:.2f} GiB free", "make room, or set workdir= on another disk"
-    if entry.free_files is not None and entry.free_files < MIN_FREE_FILES:
-        problem = f"{entry.path} is out of inodes ({pluralize(entry.free_files, 'more file')} can be created)"
-        yield BAD, problem, "delete files, or set workdir= on another disk"
+    yield from full_disk(entry.path, entry.free, entry.free_files)
+    fault = None
     if entry.read_only:
-        remedy = "after an I/O error, dmesg says why: remount or replace the disk, or choose another"
-        yield BAD, f"{entry.path} is on a filesystem that is read-only", remedy
+        fault = DirectoryFault.READ_ONLY
     elif not entry.writable:
-        yield BAD, f"{entry.path} cannot be written", "choose a directory of your own, or change its owner"
+        fault = DirectoryFault.DENIED
     elif entry.refuses:
-        yield BAD, f"in {entry.path} a run cannot {entry.refuses}", "choose a directory on another disk"
+        fault = DirectoryFault.REFUSES
+    place = DirectoryCheck(entry.path, fault, entry.path, why=entry.refuses)
+    yield from unwritable(place, "fix that, or choose another directory")
 
 
-def _check_mounts(facts: HostFacts) -> Remarks:
+def _check_mounts(facts: HostFacts) -> Findings:
     """Point out filesystems with more room for weights and checkpoints."""
     work, mounts = facts.working_disk, [entry for entry in facts.filesystems if entry.mount]
     local = [entry for entry in mounts if entry.type not in NETWORK_FILESYSTEMS and entry.mount not in ("/", "/boot")]
     roomy = max(local, key=lambda entry: entry.free or 0, default=None)
     if work and work.free is not None and roomy and roomy.free and roomy.free > ROOMIER_FACTOR * work.free:
         problem = f"{roomy.mount} ({roomy.type}) has {roomy.free / 1e9:,.0f} GB free, the working directory "
-        yield NOTE, f"{problem}{work.free / 1e9:,.0f} GB", f"point cache= and scratch= below {roomy.mount}"
+        yield Finding(NOTE, f"{problem}{work.free / 1e9:,.0f} GB", f"point cache= and scratch= below {roomy.mount}")
     for entry in mounts:
         if entry.type in NETWORK_FILESYSTEMS:
             problem = f"{entry.mount} is a network filesystem ({entry.type})"
-            yield NOTE, problem, f"if all hosts mount it, checkpoints belong there: --checkpoint.dir {entry.mount}/…"
+            yield Finding(
+                NOTE, problem, f"if all hosts mount it, checkpoints belong there: --checkpoint.dir {entry.mount}/…"
+            )
 
 
-def _check_leftovers(facts: HostFacts, needs: Requirements) -> Remarks:
+def _check_leftovers(facts: HostFacts, needs: Requirements) -> Findings:
     for value, pids in (facts.leftovers or {}).items():
         problem = (
             f"{pluralize(len(pids), 'process', 'processes')} left of {value.rpartition(':')[0]} without a node runner"
         )
         remedy = f"{needs.command_to_type('stop --orphans')} lists them, and ends them with --end"
-        yield WARN, problem, remedy
+        yield Finding(WARN, problem, remedy)
 
 
-def _check_weights(facts: HostFacts) -> Remarks:
+def _check_weights(facts: HostFacts) -> Findings:
     weights = facts.weights
     if not weights:
         return
     if not weights.present:
-        yield BAD, f"{weights.path} does not hold a model", "run llama405b download on it, or llama405b push"
+        yield Finding(BAD, f"{weights.path} does not hold a model", "run llama405b download on it, or llama405b push")
     elif weights.faults:
         problem = f"{weights.path}: {weights.faults[0]}{and_more(weights.faults)}"
-        yield BAD, problem, "delete these files, then llama405b download or push again"
+        yield Finding(BAD, problem, "delete these files, then llama405b download or push again")
     elif weights.unhashed:
         problem = f"{weights.path}: no SHA-256 is known for {weights.unhashed} of {weights.files} files"
-        yield NOTE, problem, "download and push record one; the sizes are right"
+        yield Finding(NOTE, problem, "download and push record one; the sizes are right")
 
 
-def _check_exposure(facts: HostFacts) -> Remarks:
+def _check_exposure(facts: HostFacts) -> Findings:
     for entry in facts.addresses:
         if is_private(entry.address):
             continue
         location = f"{entry.address} ({entry.interface}), a public address"
         remedy = f"while a run is up: iptables -A INPUT -i {entry.interface} -p tcp --dport 20000:65535 -j DROP"
-        yield WARN, f"the rendezvous store has no password and will also listen on {location}", remedy
+        yield Finding(WARN, f"the rendezvous store has no password and will also listen on {location}", remedy)
 
 
 def _parse_version(text: str) -> tuple[int, ...]:
@@ -372,16 +391,6 @@ MISMATCH_LEVELS = dict.fromkeys(("python", *PACKAGES, "the project's commit"), B
     "system": NOTE,
 }
 UNKNOWN_REACH = PeerReach(None, {})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing to know about some hosts."""
-
-    level: str  # bad: a run would fail or lose work; warning: it might; note
-    hosts: tuple[str, ...]
-    what: str
-    remedy: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -419,9 +428,6 @@ class Peers:
         return next((address for address in candidates if self.all_reach_at(host, address, others)), "")
 
 
-NO_IPV4 = "no IPv4 address", "hosts meet over IPv4; give it an address that all of them reach"
-
-
 def list_findings(
     facts: Mapping[str, HostFacts],
     unreachable: Mapping[str, str],
@@ -431,11 +437,11 @@ def list_findings(
 ) -> list[Finding]:
     """Return all findings, problems first; equal findings of several hosts are merged."""
     findings = [
-        Finding(BAD, (host,), "cannot be reached", why) for host, why in _generalize_faults(unreachable).items()
+        Finding(BAD, "cannot be reached", why, hosts=(host,)) for host, why in _generalize_faults(unreachable).items()
     ]
     for i, (host, host_facts) in enumerate(facts.items()):
-        remarks = host_remarks(host_facts, needs, is_head=i == 0)
-        findings += [Finding(level, (host,), what, remedy) for level, what, remedy in remarks]
+        of_host = host_findings(host_facts, needs, is_head=i == 0)
+        findings += [dataclasses.replace(finding, hosts=(host,)) for finding in of_host]
         findings += _check_clock(host, skew_s.get(host, 0.0))
     findings += _check_same(facts, needs)
     findings += _check_one_machine(facts, peers)
@@ -447,7 +453,7 @@ def list_findings(
     hosts_without_ipv4 = [
         host for host, addresses in addresses_by_host.items() if not addresses and not _only_loopback(host, peers)
     ]
-    findings += [Finding(BAD, (host,), *NO_IPV4) for host in hosts_without_ipv4]
+    findings += [dataclasses.replace(NO_IPV4, hosts=(host,)) for host in hosts_without_ipv4]
     for host in peers.candidates:
         if (others := peers.others(host)) and host not in hosts_without_ipv4:
             findings += [*_check_address(host, others, peers), *_check_lookups(host, others, peers)]
@@ -460,7 +466,7 @@ def _merge_findings(findings: Sequence[Finding]) -> list[Finding]:
     for finding in findings:
         hosts_of.setdefault((finding.level, finding.what, finding.remedy), []).extend(finding.hosts)
     return [
-        Finding(level, tuple(dict.fromkeys(hosts)), problem, remedy)
+        Finding(level, problem, remedy, hosts=tuple(dict.fromkeys(hosts)))
         for (level, problem, remedy), hosts in hosts_of.items()
     ]
 
@@ -476,22 +482,23 @@ def _generalize_faults(faults: Mapping[str, str]) -> dict[str, str]:
 def _check_clock(host: str, skew_s: float) -> Iterator[Finding]:
     if abs(skew_s) > MAX_SKEW_S:
         problem = f"its clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
-        yield Finding(WARN, (host,), problem, "start chrony or systemd-timesyncd on it")
+        yield Finding(WARN, problem, "start chrony or systemd-timesyncd on it", hosts=(host,))
 
 
 def _check_one_machine(facts: Mapping[str, HostFacts], peers: Peers) -> Iterator[Finding]:
     machines = {host: host_facts.identity.machine for host, host_facts in facts.items() if host_facts.identity}
     networked = {host: machine for host, machine in machines.items() if not _only_loopback(host, peers)}
     for hosts in group_same_machine(networked):
-        yield Finding(WARN, hosts, "are the same machine under several names", "keep one of them in the hosts file")
+        yield Finding(
+            WARN, "are the same machine under several names", "keep one of them in the hosts file", hosts=hosts
+        )
 
 
 def _unshared_finding(facts: Mapping[str, HostFacts], unshared: Sequence[str], needs: Requirements) -> Finding:
     """Report hosts that do not share the first host's checkpoint directory; bad if the run saves there."""
     head, head_facts = next(iter(facts.items()))
-    problem = f"cannot see what {head} writes in {head_facts.marked}, the checkpoint directory"
-    remedy = "name a directory that all hosts share in --checkpoint.dir, or use --checkpoint.storage local"
-    return Finding(BAD if needs.settings else NOTE, tuple(unshared), problem, remedy)
+    finding = not_sharing(head, head_facts.marked)
+    return dataclasses.replace(finding, level=BAD if needs.settings else NOTE, hosts=tuple(unshared))
 
 
 def _only_loopback(host: str, peers: Peers) -> bool:
@@ -528,7 +535,7 @@ def _check_same(facts: Mapping[str, HostFacts], needs: Requirements) -> Iterator
         if level == BAD:
             remedy = f"make them equal: {needs.command_to_type('setup')}"
         if odd_hosts:
-            yield Finding(level, odd_hosts, clause, remedy)
+            yield Finding(level, clause, remedy, hosts=odd_hosts)
 
 
 def _check_address(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding]:
@@ -537,15 +544,12 @@ def _check_address(host: str, others: Sequence[str], peers: Peers) -> Iterator[F
     if not address:
         hosts_cut_off, place, attempt = _find_failed_reach(host, others, peers)
         problem = f"{fold_names(hosts_cut_off)} cannot reach it on the training network ({place}{attempt.fault})"
-        remedy = "open TCP ports 20000-65535 between the hosts, or set address= to one they all reach"
-        if attempt.unresolved:
-            remedy = "put the name into /etc/hosts on all hosts, or set address= to an IP address"
-        yield Finding(BAD, (host,), problem, remedy)
+        yield Finding(BAD, problem, reach_remedy(host, unresolved=attempt.unresolved), hosts=(host,))
     elif configured and address != configured:
-        yield Finding(BAD, (host,), f"not all hosts reach it at address={configured}", f"set address={address}")
+        yield Finding(BAD, f"not all hosts reach it at address={configured}", f"set address={address}", hosts=(host,))
     elif not configured and address != peers.sorted_candidates(host)[0]:
         problem = f"the others reach it at {address}, not at {peers.sorted_candidates(host)[0]}"
-        yield Finding(WARN, (host,), problem, f"set address={address} in the hosts file")
+        yield Finding(WARN, problem, f"set address={address} in the hosts file", hosts=(host,))
 
 
 def _check_lookups(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding]:
@@ -554,7 +558,7 @@ def _check_lookups(host: str, others: Sequence[str], peers: Peers) -> Iterator[F
     slow = tuple(name for name in others if lookup_s[name] > SLOW_NAME_S)
     if slow:
         problem = f"looking up {host} takes over {SLOW_NAME_S:.0f} s"
-        yield Finding(WARN, slow, problem, "fix its DNS server (/etc/resolv.conf): it delays every start")
+        yield Finding(WARN, problem, "fix its DNS server (/etc/resolv.conf): it delays every start", hosts=slow)
 
 
 def _find_failed_reach(host: str, others: Sequence[str], peers: Peers) -> tuple[Sequence[str], str, ConnectAttempt]:

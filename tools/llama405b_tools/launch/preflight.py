@@ -12,7 +12,7 @@ import re
 import secrets
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,22 +25,31 @@ from llama405b.spec.adapters import lora_shapes
 from llama405b.spec.plan import Plan
 from llama405b.spec.rules import check_mesh
 from llama405b_tools.agent.launch_facts import CHECKPOINTS, EXPORT, InputCheck, LaunchFacts, ProbeRequest
-from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
+from llama405b_tools.agent.machine import DirectoryFault
 from llama405b_tools.hosts.fleet import Fleet, JsonSession, command_to_type, ssh_address
 from llama405b_tools.hosts.inventory import LOOPBACK_ADDRESS, Host
 from llama405b_tools.hosts.transport import HostError, failure_texts, list_disagreements, replies
+from llama405b_tools.launch.findings import (
+    BAD,
+    NO_IPV4,
+    Finding,
+    broken_tmux,
+    full_disk,
+    missing_gpus,
+    missing_packages,
+    missing_programs,
+    not_sharing,
+    place_words,
+    reach_remedy,
+    unwritable,
+)
 from llama405b_tools.launch.placement import HostSpec, LaunchSpec, build_plan, nccl_reasons, without_unused_gpus
 from llama405b_tools.launch.request import LaunchRequest
 from llama405b_tools.parsers import is_private
 from llama405b_tools.run.query import operator_name
 from llama405b_tools.text.words import fold_names
 
-MIN_FREE_BYTES, MIN_FREE_FILES = 64 << 20, 1000  # for logs and heartbeats
 Facts = Mapping[str, LaunchFacts]  # by host
-
-
-class UnfitError(Exception):
-    """A host cannot take part in a run: why, and what to do, as a clause that does not name the host."""
 
 
 def check_request(request: LaunchRequest, answers: Facts, port: int, *, is_restart: bool = False) -> None:
@@ -91,73 +100,45 @@ def unfit_hosts(request: LaunchRequest, hosts: Sequence[Host], answers: Facts) -
     """Return the hosts that have answered, but cannot take part, each with the reason."""
     faults = user_faults(request, answers) | unshared_hosts(request, answers)
     for host in hosts:
-        try:
-            if host.name in answers:
-                check_host(request, host, answers[host.name])
-        except UnfitError as error:
-            faults[host.name] = str(error)
+        found = host_findings(request, host, answers[host.name]) if host.name in answers else ()
+        if bad := next((finding for finding in found if finding.level == BAD), None):
+            faults[host.name] = str(bad)
     return faults
 
 
-def check_host(request: LaunchRequest, host: Host, facts: LaunchFacts) -> None:
-    """Check one host by its own facts."""
-    _check_programs(request, facts)
-    _check_places(request, facts)
-    _check_disk(facts)
+def host_findings(request: LaunchRequest, host: Host, facts: LaunchFacts) -> Iterator[Finding]:
+    """Yield what is wrong with a host for this run, in the order in which to mend it."""
+    setup = f"`{command_to_type('setup', request.hosts_file)}`"
+    yield from missing_packages(facts.versions, setup)
+    if names := " ".join(facts.lacks):
+        what = f"{names} is not installed for its python, and the settings need it"
+        yield Finding(BAD, what, f"run `pip install {names}` there")
+    if facts.extension_fault:
+        yield Finding(BAD, f"{facts.extension_fault} (in {facts.workdir})", "")
+    if not facts.has_program:
+        yield Finding(BAD, f"{_program_name(request.program)} is not in {facts.workdir}", "copy it there")
+    yield from missing_programs({"tmux": facts.tmux, "ip": facts.ip}, setup)
+    if facts.tmux_fault:
+        yield broken_tmux(f"`tmux -V`: {facts.tmux_fault}")
+    yield from _check_places(request, facts)
+    yield from full_disk(facts.workdir, facts.free_bytes, facts.free_files)
     fault = facts.gpu_fault if request.config else ""  # a program of the user's own may need no GPU
     if not request.on_cpu and (0 < facts.gpus < host.slots or (fault and not 0 < host.slots <= facts.gpus)):
-        gpu_count = f"{pluralize(facts.gpus, 'GPU')}{fmt_if(' ({})', fault)}{fmt_if(', but slots={}', host.slots)}"
-        hide_remedy = fmt_if(" and hide that GPU from CUDA: --setup-line 'export CUDA_VISIBLE_DEVICES=…'", fault)
-        alternative = f"set slots={facts.gpus}{hide_remedy}" if facts.gpus else "train on CPUs: --parallel.device cpu"
-        raise UnfitError(f"it has {gpu_count}; check nvidia-smi, or {alternative}")
+        yield missing_gpus(facts.gpus, host.slots, fault)
     if facts.leftovers:
         leftovers = pluralize(len(facts.leftovers), "process", "processes")
         stop = command_to_type("stop", request.hosts_file, request.run)
-        raise UnfitError(f"{leftovers} of an earlier attempt left; run `{stop}` first")
+        yield Finding(BAD, f"{leftovers} of an earlier attempt left", f"run `{stop}` first")
 
 
-def _check_programs(request: LaunchRequest, facts: LaunchFacts) -> None:
-    if missing := [name for name, version in facts.versions.items() if version == "missing"]:
-        setup = command_to_type("setup", request.hosts_file)
-        raise UnfitError(f"{', '.join(missing)} is not installed for its python; run `{setup}`, or install it there")
-    if facts.lacks:
-        names = " ".join(facts.lacks)
-        raise UnfitError(
-            f"{names} is not installed for its python, and the settings need it; run `pip install {names}` there"
-        )
-    if facts.extension_fault:
-        raise UnfitError(f"{facts.extension_fault} (in {facts.workdir})")
-    if not facts.has_program:
-        raise UnfitError(f"{_program_name(request.program)} is not in {facts.workdir}; copy it there")
-    if not facts.tmux:
-        raise UnfitError("tmux is not installed; install it (apt-get update && apt-get install tmux)")
-    if facts.tmux_fault:
-        raise UnfitError(f"its tmux does not work (`tmux -V`: {facts.tmux_fault}); repair it")
-    if not facts.ip:
-        raise UnfitError("the `ip` program is not installed; install iproute2 there")
-
-
-def _check_places(request: LaunchRequest, facts: LaunchFacts) -> None:
-    if facts.run_place.fault:
-        why = place_words(facts.run_place)
-        checkpoint_hint = ""
-        if facts.run_place.fault is DirectoryFault.REFUSES and request.saves and not request.settings.checkpoint.dir:
-            checkpoint_hint = " or, if it is only for saves, --checkpoint.dir"
-        raise UnfitError(f"{facts.run_place.path} cannot be written: {why}; fix that, or set workdir={checkpoint_hint}")
+def _check_places(request: LaunchRequest, facts: LaunchFacts) -> Iterator[Finding]:
+    is_refused = facts.run_place.fault is DirectoryFault.REFUSES
+    checkpoints = is_refused and request.saves and not request.settings.checkpoint.dir
+    other = " or, if it is only for saves, --checkpoint.dir" if checkpoints else ""
+    yield from unwritable(facts.run_place, f"fix that, or set workdir={other}")
     for key, place in facts.places.items():
-        if place.fault:
-            why = place_words(place)
-            alternative = "another directory" if place.fault is DirectoryFault.REFUSES else "a directory of your own"
-            raise UnfitError(f"{key}={place.path} cannot be created or written: {why}; name {alternative}")
-
-
-def _check_disk(facts: LaunchFacts) -> None:
-    if facts.free_bytes is not None and facts.free_bytes < MIN_FREE_BYTES:
-        free = f"{facts.free_bytes / (1 << 20):.0f} MiB free at {facts.workdir}"
-        raise UnfitError(f"its disk is full ({free}); make room, or set workdir= on another disk")
-    if facts.free_files is not None and facts.free_files < MIN_FREE_FILES:
-        free_inodes = f"{pluralize(facts.free_files, 'more file')} can be created at {facts.workdir}"
-        raise UnfitError(f"its disk is out of inodes ({free_inodes}); delete files, or set workdir= on another disk")
+        other = "another directory" if place.fault is DirectoryFault.REFUSES else "a directory of your own"
+        yield from unwritable(place, f"name {other}", key)
 
 
 def shared_directory(request: LaunchRequest) -> str:
@@ -170,10 +151,7 @@ def shared_directory(request: LaunchRequest) -> str:
 def unshared_hosts(request: LaunchRequest, answers: Facts) -> dict[str, str]:
     """Return hosts that do not share the head's checkpoint directory, with the reason."""
     head = next(iter(answers), "")
-    why = (
-        f"it does not see what {head} writes in {shared_directory(request)}, the checkpoint directory; name a directory that "
-        "all hosts share in --checkpoint.dir, or use --checkpoint.storage local"
-    )
+    why = str(not_sharing(head, shared_directory(request)))
     return {name: why for name, facts in answers.items() if answers[head].shares and facts.shares is False}
 
 
@@ -198,21 +176,6 @@ def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
 def _program_name(program: Sequence[str]) -> str:
     """A program without its own arguments: ``train.py``, ``-m mine``."""
     return " ".join(program[: 1 + program[0].startswith("-")])
-
-
-def place_words(place: DirectoryCheck) -> str:
-    """Return why a directory cannot be written."""
-    match place.fault:
-        case DirectoryFault.DANGLING:
-            return f"{place.at} is a link to nothing"
-        case DirectoryFault.DENIED:
-            return f"{place.at} belongs to {place.owner}, and you cannot write it"
-        case DirectoryFault.REFUSES:
-            return f"in {place.at} a run cannot {place.why}"
-        case DirectoryFault.READ_ONLY:
-            return f"the filesystem of {place.at} is read-only (after an I/O error, dmesg says why)"
-        case _:
-            return f"{place.at} is not a directory"
 
 
 def fault_list(faults: Mapping[str, str], n_hosts: int, end: str = ". Nothing was started") -> str:
@@ -392,9 +355,6 @@ def find_rendezvous(head: Host, candidates: Sequence[str], answers: Facts, port:
     return None
 
 
-NO_IPV4 = "has no IPv4 address, but hosts meet over IPv4; give it an address that all of them reach"
-
-
 def hosts_cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
     """Return the hosts that do not reach the head at every address, and what to do."""
     faults: dict[str, str] = {}
@@ -405,13 +365,14 @@ def hosts_cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
         if not failed:
             continue
         tried = ", ".join(f"{address} ({fault})" for address, fault in failed.items())
-        remedy = f"open TCP ports 20000-65535 between the hosts, or give {head.name} an address= that all of them reach"
-        if all(reach.unresolved for reach in reached.values()):
-            remedy = f"put the name into its /etc/hosts, or give {head.name} an IP address in address="
-        elif without := [host for host in (head.name, name) if not answers[host].own and not head.address]:
-            faults |= dict.fromkeys(without, NO_IPV4)
+        unresolved = all(reach.unresolved for reach in reached.values())
+        without = [host for host in (head.name, name) if not answers[host].own and not head.address]
+        if without and not unresolved:
+            faults |= dict.fromkeys(without, str(NO_IPV4))
             continue
-        faults[name] = f"cannot reach {head.name} on TCP port {port} at {tried}; {remedy}"
+        faults[name] = (
+            f"cannot reach {head.name} on TCP port {port} at {tried}; {reach_remedy(head.name, unresolved=unresolved)}"
+        )
     return faults
 
 

@@ -44,8 +44,9 @@ from llama405b_tools.agent.processes import read_secrets, write_secrets
 from llama405b_tools.hosts.fleet import command_to_type
 from llama405b_tools.hosts.transport import list_disagreements
 from llama405b_tools.launch import sbatch
+from llama405b_tools.launch.findings import place_words
 from llama405b_tools.launch.placement import HostSpec, LaunchSpec, RunSpec, build_plan
-from llama405b_tools.launch.preflight import name_remedy, place_words
+from llama405b_tools.launch.preflight import name_remedy
 from llama405b_tools.launch.request import LaunchRequest
 from llama405b_tools.parsers import Address, Rdma
 from llama405b_tools.run import backends

@@ -23,7 +23,7 @@ from llama405b_tools.launch.doctor import (
     print_report,
     survey_hosts,
 )
-from llama405b_tools.launch.host_rules import BAD, WARN
+from llama405b_tools.launch.findings import BAD, WARN
 from llama405b_tools.launch.request import source_flags
 from llama405b_tools.verbs.arguments import add_hosts, resolve_hosts
 
