@@ -56,6 +56,7 @@ from llama405b.optim.updater import (
     square_sums,
 )
 from llama405b.parallel.fsdp import FsdpUnit, fsdp_units
+from llama405b.parallel.fsdp_internals import forward_prefetched
 from llama405b.settings.schema import Moments, Numerics
 
 LONG_WAIT_S = 5.0
@@ -170,7 +171,7 @@ class HostUpdater:
             unit.modules[0].set_all_reduce_hook(functools.partial(self._on_gradient_reduced, unit_state))
             unit_state_of[fully_shard.state(unit.modules[0])] = unit_state
         for unit, unit_state in zip(units, self.unit_states, strict=True):
-            prefetched_states = fully_shard.state(unit.modules[0])._states_to_forward_prefetch
+            prefetched_states = forward_prefetched(unit.modules[0])
             hook = functools.partial(
                 self._before_forward, [unit_state, *(unit_state_of[state] for state in prefetched_states)]
             )

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from llama405b.distributed.host_memory import event_seconds, record_time
+from llama405b.parallel.fsdp_internals import wrap_backward
 
 
 class BusyMeter:
@@ -29,23 +30,14 @@ class BusyMeter:
     def attach(self, model: nn.Module) -> None:
         """Measure a model that FSDP2 has sharded.
 
-        FSDP2's own methods in the backward are replaced on the instances, as FSDP2 looks them up at each call. Tensor hooks would not do:
-        recomputation runs forward hooks of a unit within its backward, and the gradient of the embedding, whose input has no gradient,
-        is reduced in a callback at the end of the backward.
-
         Raises:
-            AttributeError: This version of torch lacks one of these methods.
+            AttributeError: This version of torch lacks what ``fsdp_internals`` uses.
         """
-        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for state in {id(state): state for state in map(fully_shard.state, modules)}.values():
-            if group := state._fsdp_param_group:
-                group.pre_backward = self._exclude(group.pre_backward)
-                group.post_backward = self._exclude(group.post_backward)
-            end = state._root_post_backward_final_callback
-            state._root_post_backward_final_callback = functools.partial(self._end_backward, end)
-        for module in modules:
-            module.register_forward_pre_hook(self._pause, prepend=True)
-            module.register_forward_pre_hook(self._resume_after_gather)
+        wrap_backward(model, self._exclude, self._pause)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(self._pause, prepend=True)
+                module.register_forward_pre_hook(self._resume_after_gather)
 
     def seconds(self) -> float | None:
         """Return the busy seconds since the last call and reset; None if no span has ended.
@@ -72,10 +64,6 @@ class BusyMeter:
                 self._resume()
 
         return call
-
-    def _end_backward(self, final_callback: Callable[[], None]) -> None:
-        self._pause()
-        final_callback()
 
     @property
     def _is_counting(self) -> bool:

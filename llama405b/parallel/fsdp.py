@@ -29,13 +29,12 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llama405b.distributed.ranks import Rank
 from llama405b.model.llama import build_on_meta, llama_name, restore_buffers, strip_wrappers, tie_head
+from llama405b.parallel.fsdp_internals import gathers_and_sizes, shared_post_forward_mesh
 from llama405b.settings.axes import SHARD_AXES, Axes
 from llama405b.settings.choices import UNIT_CLASSES, Strategy
 from llama405b.settings.schema import FP32_MASTERS, Parallel
@@ -78,7 +77,7 @@ def shard_model(model: nn.Module, parallel: Parallel, device: torch.device, mesh
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard_unit = functools.partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
     tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens
-    with _shared_post_forward_mesh() if parallel.reshard_after_forward else contextlib.nullcontext():
+    with shared_post_forward_mesh() if parallel.reshard_after_forward else contextlib.nullcontext():
         for module in list(model.modules()):
             if llama_name(module, model.config) in UNIT_CLASSES[parallel.fsdp_unit]:
                 shard_unit(module, reshard_after_forward=reshard)
@@ -90,23 +89,6 @@ def shard_model(model: nn.Module, parallel: Parallel, device: torch.device, mesh
     shard_unit(model, reshard_after_forward=False)
     if parallel.prefetch:
         _set_prefetch(model, parallel.prefetch)
-
-
-@contextlib.contextmanager
-def _shared_post_forward_mesh() -> Iterator[None]:
-    """Let all units that are resharded to fewer ranks share one mesh: torch would make a mesh and communicators for each."""
-    make_mesh_info, mesh_infos = _fully_shard._get_post_forward_mesh_info, list[FSDPMeshInfo | None]()
-
-    def make_once(reshard_after_forward: bool | int, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo | None:
-        if not mesh_infos:
-            mesh_infos.append(make_mesh_info(reshard_after_forward, mesh_info))
-        return mesh_infos[0]
-
-    _fully_shard._get_post_forward_mesh_info = make_once
-    try:
-        yield
-    finally:
-        _fully_shard._get_post_forward_mesh_info = make_mesh_info
 
 
 def _set_prefetch(model: nn.Module, n_ahead: int) -> None:
@@ -212,41 +194,11 @@ def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
             next(iter(unit_modules)),
             tuple(unit_modules.values()),
             tuple(names_by_state[state]),
-            *_gathers_and_sizes(next(iter(unit_modules.values()))),
+            *gathers_and_sizes(next(iter(unit_modules.values()))),
         )
         for state, unit_modules in modules.items()
         if state in names_by_state
     ]
-
-
-def _gathers_and_sizes(module: nn.Module) -> tuple[int, tuple[int, ...]]:
-    """Return the number of all-gathers of a unit in one forward and backward, and its parameters' sizes in the flat gradient."""
-    group = fully_shard.state(module)._fsdp_param_group
-    n_gathers = 1 + (group.post_forward_mesh_info is group.mesh_info and group.unshard_in_backward)
-    return n_gathers, tuple(parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params)
-
-
-def pop_prefetch_order(model: nn.Module) -> list[Any]:
-    """Clear and return FSDP's post-forward order.
-
-    A backward prefetches along this order in reverse. If no backward follows a forward, or other forwards run in between, a backward
-    would prefetch the wrong units; ``restore_prefetch_order``
-    sets the order again before the backward that it belongs to.
-    """
-    order: list[Any] = []  # FSDP's parameter groups
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and (group := fully_shard.state(module)._fsdp_param_group):
-            order = order or list(group.comm_ctx.post_forward_order)
-            group.comm_ctx.post_forward_order.clear()
-            group._post_forward_indices.clear()
-    return order
-
-
-def restore_prefetch_order(model: nn.Module, order: Sequence[Any]) -> None:
-    """Set FSDP's post-forward order to that of the forward whose backward follows."""
-    pop_prefetch_order(model)
-    for group in order:
-        group._record_post_forward()
 
 
 def parameters_by_unit(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:

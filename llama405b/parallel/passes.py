@@ -22,7 +22,8 @@ from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.model.attention import model_inputs
 from llama405b.model.head import CrossEntropy, Loss, ModelOutput, UserLoss, build_loss
-from llama405b.parallel.fsdp import GradientSync, pop_prefetch_order, restore_prefetch_order, set_last_backward
+from llama405b.parallel.fsdp import GradientSync, set_last_backward
+from llama405b.parallel.fsdp_internals import pop_prefetch_order, restore_prefetch_order
 from llama405b.parallel.split import PipelineStages, base_attention_name, make_group_along, vocab_parallel_loss
 from llama405b.settings.axes import Axes
 from llama405b.settings.schema import LossMode, Parallel

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -36,6 +35,7 @@ from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.model.llama import rotary_embeddings, tie_head
 from llama405b.parallel.fsdp import make_device_mesh, shard_model
+from llama405b.parallel.fsdp_internals import compute_dtype
 from llama405b.settings.axes import AXIS_NAMES, Axes
 from llama405b.settings.schema import LossMode, Parallel
 from llama405b.spec.tensors import ShardLayout
@@ -225,8 +225,7 @@ class PipelineStages(nn.Module):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of hidden states; call it after FSDP has sharded the module."""
-        assert isinstance(self, FSDPModule)
-        return fully_shard.state(self)._mp_policy.param_dtype or next(self.parameters()).dtype
+        return compute_dtype(self)
 
 
 def ranks_along(axes: Axes, axis: str) -> list[list[int]]:

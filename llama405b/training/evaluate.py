@@ -27,7 +27,7 @@ from llama405b.distributed import collectives
 from llama405b.distributed.collectives import all_reduce_sum
 from llama405b.distributed.ranks import Rank
 from llama405b.model.attention import model_inputs
-from llama405b.parallel.fsdp import pop_prefetch_order
+from llama405b.parallel.fsdp_internals import pop_prefetch_order
 from llama405b.parallel.passes import ForwardBackward
 from llama405b.settings.schema import Data, Evaluation
 from llama405b.spec.models import parse_end_ids, read_end_ids

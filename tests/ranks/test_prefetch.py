@@ -54,8 +54,9 @@ def test_a_backward_gathers_from_those_that_keep_a_unit(tmp_path):
 
 def _gathered(me, directory):
     import torch
-    from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    from llama405b.parallel.fsdp_internals import param_groups
 
     sizes, gather = [], _fsdp_param_group.foreach_all_gather
 
@@ -67,9 +68,9 @@ def _gathered(me, directory):
     meshes = set()
 
     def look(model, *_):
-        groups = [fully_shard.state(m)._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
-        meshes.update(id(g.post_forward_mesh_info) for g in groups if g and g.post_forward_mesh_info is not None)
-        meshes.difference_update(id(g.mesh_info) for g in groups if g)
+        groups = list(param_groups(model))
+        meshes.update(id(g.post_forward_mesh_info) for g in groups if g.post_forward_mesh_info is not None)
+        meshes.difference_update(id(g.mesh_info) for g in groups)
 
     settings = {"reshard_after_forward": 2}
     mesh_rig.train(me, directory, steps=1, micro=3, dtype=torch.float32, settings=settings, before=look)

@@ -6,6 +6,7 @@ doctor lists every finding; launch refuses a host for the first bad one.
 import dataclasses
 from collections.abc import Iterator, Mapping
 
+from llama405b.contract.checkpoints import LOW_BYTES
 from llama405b.contract.errors import fmt_if, pluralize
 from llama405b.predict.hardware import GIB
 from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
@@ -61,7 +62,7 @@ def full_disk(path: str, free_bytes: int | None, free_files: int | None) -> Iter
     if free_bytes is not None and free_bytes < MIN_FREE_BYTES:
         free = f"{free_bytes / (1 << 20):.0f} MiB free at {path}"
         yield Finding(BAD, f"its disk is full ({free})", "make room, or set workdir= on another disk")
-    elif free_bytes is not None and free_bytes < GIB:
+    elif free_bytes is not None and free_bytes < LOW_BYTES:
         free = f"{free_bytes / GIB:.2f} GiB free at {path}"
         yield Finding(WARN, f"its disk is nearly full ({free})", "make room, or set workdir= on another disk")
     if free_files is not None and free_files < MIN_FREE_FILES:
