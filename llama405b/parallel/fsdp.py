@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llama405b.distributed.ranks import Rank
 from llama405b.model.llama import build_on_meta, llama_name, restore_buffers, strip_wrappers, tie_head
-from llama405b.parallel.fsdp_internals import gathers_and_sizes, shared_post_forward_mesh
+from llama405b.parallel.fsdp_internals import call_before_backward, gathers_and_sizes, shared_post_forward_mesh
 from llama405b.settings.axes import SHARD_AXES, Axes
 from llama405b.settings.choices import UNIT_CLASSES, Strategy
 from llama405b.settings.schema import FP32_MASTERS, Parallel
@@ -295,12 +295,8 @@ class UnitTracker:
             module.register_forward_pre_hook(
                 functools.partial(self._forward, mark_forward, mark_backward, module is model), prepend=True
             )
-            state = fully_shard.state(module) if isinstance(module, FSDPModule) else None
-            group = getattr(state, "_fsdp_param_group", None)
-            if group and not isinstance(
-                group.pre_backward, functools.partial
-            ):  # modules of one unit share a group: wrap its method once
-                group.pre_backward = functools.partial(self._backward, mark_backward, group.pre_backward)
+            if isinstance(module, FSDPModule):
+                call_before_backward(module, functools.partial(self._backward, mark_backward))
 
     def _forward(
         self, mark_forward: Callable[[], None], mark_backward: Callable[[], None], is_root: bool, *_: object
@@ -308,7 +304,6 @@ class UnitTracker:
         self.in_backward = self.in_backward and not is_root
         (mark_backward if self.in_backward else mark_forward)()
 
-    def _backward(self, mark: Callable[[], None], pre_backward: Callable[..., None], *args: object) -> None:
+    def _backward(self, mark: Callable[[], None]) -> None:
         self.in_backward = True
         mark()
-        pre_backward(*args)

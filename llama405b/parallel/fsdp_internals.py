@@ -1,6 +1,6 @@
 """What is used of FSDP2 beyond torch's public interface: a new version of torch is checked here.
 
-Raises of all functions: AttributeError, if this version of torch lacks what they use.
+Raises of all functions but the last: AttributeError, if this version of torch lacks what they use.
 """
 
 import contextlib
@@ -101,6 +101,14 @@ def wrap_backward(
         state._root_post_backward_final_callback = functools.partial(_call_both, before_end, end)
 
 
-def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+def call_before_backward(module: nn.Module, function: Callable[[], None]) -> None:
+    """Call a function before a unit's backward; never, where this version of torch lacks what it takes."""
+    group = getattr(fully_shard.state(module), "_fsdp_param_group", None)
+    # Modules of one unit share a group: its method is wrapped once.
+    if group and not isinstance(group.pre_backward, functools.partial):
+        group.pre_backward = functools.partial(_call_both, function, group.pre_backward)
+
+
+def _call_both(first: Callable[[], None], second: Callable[..., None], *args: object) -> None:
     first()
-    second()
+    second(*args)

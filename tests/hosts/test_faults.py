@@ -186,7 +186,7 @@ def test_11_no_tmux(refused, on):
 
 def test_12_no_iproute(refused, on):
     on(2, *away("ip"))
-    refused(words=["node-2: iproute2 is not installed; install it (apt-get update && apt-get install iproute2)"])
+    refused(words=["node-2: ip (iproute2) is not installed; install it (apt-get update && apt-get install iproute2)"])
 
 
 def test_13_no_such_directory(refused, operator):

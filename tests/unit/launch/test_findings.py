@@ -151,9 +151,9 @@ def put(*path):
     ("change", "level", "what", "remedy"),
     [
         (put("identity", "tools", "tmux", False), BAD, "tmux is not installed", "apt-get update && apt-get install tmux"),
-        (put("identity", "tools", "ip", False), BAD, "iproute2 is not installed", "apt-get install iproute2"),
+        (put("identity", "tools", "ip", False), BAD, "ip (iproute2) is not installed", "apt-get install iproute2"),
         (put("environment", "workdir_exists", False), BAD, "there is no /w", "llama405b setup"),
-        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False}]), BAD, "/w cannot be written: /w belongs to another user", "choose another directory"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False}]), BAD, "/w cannot be written: permission denied", "change its owner, or choose another directory"),
         (put("environment", "packages", None), BAD, "its python cannot be run", "set python="),
         (put("environment", "packages", "torch", "missing"), BAD, "torch is not installed for its python", "llama405b setup"),
         (put("environment", "packages", "torch", "2.8.0"), BAD, "torch is 2.8.0", "at least 2.11"),
@@ -167,6 +167,7 @@ def put(*path):
         (put("memory", "shm_free", 64 << 20), WARN, "/dev/shm has 0.1 GiB free", "--shm-size"),
         (put("disks", "filesystems", [{"path": "/w", "free": 10 << 20, "writable": True}]), BAD, "its disk is full (10 MiB free at /w)", "make room"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True, "free_files": 3}]), BAD, "its disk is out of inodes (3 more files can be created at /w)", "delete files"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40}, {"path": "/c", "free": 10 << 20}]), BAD, "its disk is full (10 MiB free at /c)", "choose a directory on another disk"),
         (put("disks", "unmounted_nvme", [{"device": "/dev/nvme1n1", "size": 3_840_000_000_000}]), NOTE, "/dev/nvme1n1 (3.8 TB) is not mounted", "scratch="),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/data", "type": "xfs", "free": 7 << 40}]), NOTE, "/data (xfs) has 7,697 GB free, the working directory 1,100 GB", "cache= and scratch= below /data"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/fs", "type": "lustre", "free": 9 << 40}]), NOTE, "/fs is a network filesystem (lustre)", "--checkpoint.dir /fs/"),
@@ -191,7 +192,7 @@ def put(*path):
         (put("rdma", {"ports": json.loads((DATA / "infiniband.json").read_text())["ports"], "peermem": True}), WARN, "mlx5_2 port 1 is not active", "cable"),
         (put("rdma", "peermem", False), NOTE, "nvidia_peermem is not loaded", "modprobe"),
         (put("failed", {"rdma": "TypeError: x"}), WARN, "rdma unknown", "by hand"),
-        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False, "read_only": True}]), BAD, READ_ONLY, "choose another directory"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False, "read_only": True}]), BAD, READ_ONLY, "mend it, or set workdir= on another disk"),
     ],
 )  # fmt: skip
 def test_a_fault_of_a_host(change, level, what, remedy):

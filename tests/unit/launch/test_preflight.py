@@ -276,7 +276,7 @@ def test_the_directory_of_checkpoints_is_tried_before_the_start():
         ({"tmux": False}, "tmux is not installed; install it (apt-get update && apt-get install tmux)"),
         (
             {"tmux_fault": "no answer within 10 s"},
-            "its tmux does not work (`tmux -V`: no answer within 10 s); run `tmux new -d true` there, and repair it",
+            "its tmux does not work (`tmux -V`: no answer within 10 s); run `tmux new -d true` there to see why",
         ),
         (
             {"free_files": 3},

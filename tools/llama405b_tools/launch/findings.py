@@ -34,13 +34,14 @@ def missing_programs(is_installed: Mapping[str, bool], setup: str) -> Iterator[F
     """Yield a finding for each program that is not there. ``setup``: the command to type."""
     for program, package in PROGRAMS.items():
         if not is_installed.get(program, True):
-            remedy = f"install it (apt-get update && apt-get install {package}), or run {setup} as root"
-            yield Finding(BAD, f"{package} is not installed", remedy)
+            name = program if program == package else f"{program} ({package})"
+            remedy = f"install it (apt-get update && apt-get install {package}), or run {setup}, which needs root there"
+            yield Finding(BAD, f"{name} is not installed", remedy)
 
 
 def broken_tmux(fault: str) -> Finding:
     """Return the finding of a tmux that does not work."""
-    return Finding(BAD, f"its tmux does not work ({fault})", "run `tmux new -d true` there, and repair it")
+    return Finding(BAD, f"its tmux does not work ({fault})", "run `tmux new -d true` there to see why")
 
 
 def missing_packages(versions: Mapping[str, str], setup: str) -> Iterator[Finding]:
@@ -57,17 +58,19 @@ def missing_gpus(n_gpus: int, slots: int, fault: str = "") -> Finding:
     return Finding(BAD, what, f"check nvidia-smi, or {other}")
 
 
-def full_disk(path: str, free_bytes: int | None, free_files: int | None) -> Iterator[Finding]:
+def full_disk(
+    path: str, free_bytes: int | None, free_files: int | None, elsewhere: str = "set workdir= on another disk"
+) -> Iterator[Finding]:
     """Yield findings on the disk of a directory that a run writes to. None: unknown, or no limit."""
     if free_bytes is not None and free_bytes < MIN_FREE_BYTES:
         free = f"{free_bytes / (1 << 20):.0f} MiB free at {path}"
-        yield Finding(BAD, f"its disk is full ({free})", "make room, or set workdir= on another disk")
+        yield Finding(BAD, f"its disk is full ({free})", f"make room, or {elsewhere}")
     elif free_bytes is not None and free_bytes < LOW_BYTES:
         free = f"{free_bytes / GIB:.2f} GiB free at {path}"
-        yield Finding(WARN, f"its disk is nearly full ({free})", "make room, or set workdir= on another disk")
+        yield Finding(WARN, f"its disk is nearly full ({free})", f"make room, or {elsewhere}")
     if free_files is not None and free_files < MIN_FREE_FILES:
         free = f"{pluralize(free_files, 'more file')} can be created at {path}"
-        yield Finding(BAD, f"its disk is out of inodes ({free})", "delete files, or set workdir= on another disk")
+        yield Finding(BAD, f"its disk is out of inodes ({free})", f"delete files, or {elsewhere}")
 
 
 def unwritable(place: DirectoryCheck, remedy: str, name: str = "") -> Iterator[Finding]:
@@ -82,8 +85,10 @@ def place_words(place: DirectoryCheck) -> str:
     match place.fault:
         case DirectoryFault.DANGLING:
             return f"{place.at} is a link to nothing"
+        case DirectoryFault.DENIED if not place.owner:
+            return "permission denied"
         case DirectoryFault.DENIED:
-            return f"{place.at} belongs to {place.owner or 'another user'}, and you cannot write it"
+            return f"{place.at} belongs to {place.owner}, and you cannot write it"
         case DirectoryFault.REFUSES:
             return f"in {place.at} a run cannot {place.why}"
         case DirectoryFault.READ_ONLY:

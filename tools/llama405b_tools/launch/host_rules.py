@@ -178,8 +178,9 @@ def _check_gpus(facts: HostFacts, needs: Requirements) -> Findings:
         reset = "reboot it, or reset that GPU; if the error returns, replace the GPU"
         loads = "reboot it, to load the driver that was installed"
         yield Finding(BAD, f"nvidia-smi: {fault}", loads if parsers.MISMATCH.search(fault) else reset)
-    elif probe.smi is not None and len(gpus) < facts.slots:
-        yield missing_gpus(len(gpus), facts.slots)
+    elif probe.smi is not None and len(facts.devices) < facts.slots:
+        first_fault = next((f"GPU {gpu.index}: {gpu.fault}" for gpu in gpus if gpu.fault), "")
+        yield missing_gpus(len(facts.devices), facts.slots, first_fault)
     for warning in parsers.smi_warnings(probe.smi):
         yield Finding(WARN, f"nvidia-smi: {warning}", "it can train; have the GPU checked")
     for gpu in gpus:
@@ -304,15 +305,16 @@ def _check_tmux(facts: HostFacts) -> Findings:
 def _check_disks(facts: HostFacts) -> Findings:
     for entry in facts.filesystems:
         if entry.path:
-            yield from _check_disk(entry)
+            is_workdir = entry is facts.working_disk
+            yield from _check_disk(entry, f"{'set workdir=' if is_workdir else 'choose a directory'} on another disk")
     for disk in (facts.disks or NO_DISKS).unmounted_nvme:
         problem = f"{disk.device} ({disk.size / 1e12:.1f} TB) is not mounted"
         yield Finding(NOTE, problem, "mount it, and point cache= and scratch= at it")
 
 
-def _check_disk(entry: Filesystem) -> Findings:
-    """Check the filesystem of a directory that a run writes to."""
-    yield from full_disk(entry.path, entry.free, entry.free_files)
+def _check_disk(entry: Filesystem, elsewhere: str) -> Findings:
+    """Check the filesystem of a directory that a run writes to. ``elsewhere``: what to do instead of mending it."""
+    yield from full_disk(entry.path, entry.free, entry.free_files, elsewhere)
     fault = None
     if entry.read_only:
         fault = DirectoryFault.READ_ONLY
@@ -321,7 +323,10 @@ def _check_disk(entry: Filesystem) -> Findings:
     elif entry.refuses:
         fault = DirectoryFault.REFUSES
     place = DirectoryCheck(entry.path, fault, entry.path, why=entry.refuses)
-    yield from unwritable(place, "fix that, or choose another directory")
+    is_denied = fault is DirectoryFault.DENIED
+    yield from unwritable(
+        place, "change its owner, or choose another directory" if is_denied else f"mend it, or {elsewhere}"
+    )
 
 
 def _check_mounts(facts: HostFacts) -> Findings:
