@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -103,9 +103,10 @@ class Start:
         return start_point(saved, self.config, self.files, self.batches)
 
     def check(self, saved: CheckpointView, context: RankContext) -> None:
-        """Refuse to train on from a checkpoint of another run, and log what changes; one that is only read was compared when chosen."""
-        if self.saving:
-            log_changes(saved, start_point_of=self.point, allowed=self.config.checkpoint.allow_changes, context=context)
+        """Refuse to train on from a checkpoint of another run, and log what changes."""
+        changes = check_changes(saved, self.point(saved).identity, self.config.checkpoint.allow_changes)
+        for line in filter(None, (describe_version_changes(saved), changes)):
+            context.log(line)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,12 +156,13 @@ def prepare(
     forward_backward = build_forward_backward(config.parallel, module, context.rank, config.model.loss)
     torch.manual_seed(config.training.seed + context.rank.index)
 
-    step, weights, check = 0, config.model.path, functools.partial(start.check, context=context)
+    step, weights = 0, config.model.path
     if trains:
         assert start.checkpoint
+        check = functools.partial(start.check, context=context)
         step = resume_run(start.checkpoint, check, module, updater, context)
-    elif start.checkpoint:
-        step, path = load_checkpoint(start.checkpoint, check, module, updater, context)
+    elif start.checkpoint:  # which was compared when it was chosen
+        step, path = load_checkpoint(start.checkpoint, lambda _: None, module, updater, context)
         weights = str(path)
     return Setup(start, module, updater, forward_backward, step, weights)
 
@@ -195,9 +197,7 @@ def _open_start(config: Config, resume: str, context: RankContext, purpose: Purp
     start = Start(config, files, llama, batches, held_out, prompts, checkpoint)
     if not trains:
         return start
-    check = functools.partial(
-        log_changes, start_point_of=start.point, allowed=config.checkpoint.allow_changes, context=context
-    )
+    check = functools.partial(start.check, context=context)
     n_bytes = PredictedRun.from_config(llama, config, rank.world_size).checkpoint_bytes
     saving, checkpoint = open_checkpoints(config.checkpoint, config.timeouts.load, resume, n_bytes, context, check)
     return dataclasses.replace(start, checkpoint=checkpoint, saving=saving)
@@ -288,21 +288,6 @@ def open_checkpoints(
         store, settings.staging_bytes, replication, after_save, delete_unsent=settings.delete_unsent
     )
     return saving, checkpoint_choice
-
-
-def log_changes(
-    checkpoint: CheckpointView,
-    *,
-    start_point_of: Callable[[CheckpointView], StartPoint],
-    allowed: Sequence[str],
-    context: RankContext,
-) -> None:
-    """Log what changes with a resume from a checkpoint; ``start_point_of`` returns the start point that a checkpoint gives."""
-    for line in filter(
-        None,
-        (describe_version_changes(checkpoint), check_changes(checkpoint, start_point_of(checkpoint).identity, allowed)),
-    ):
-        context.log(line)
 
 
 def resume_run(

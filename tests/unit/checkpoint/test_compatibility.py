@@ -12,7 +12,7 @@ from llama405b.data.encode import DOCUMENT_START, NOT_TRAINED
 from llama405b.data.sources import Mixture, Source
 from llama405b.settings.config import Config
 from llama405b.spec.rules import reads_same_data
-from llama405b.training.setup import log_changes
+from llama405b.training.setup import Start
 
 
 def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_path):
@@ -70,6 +70,7 @@ def test_a_checkpoint_of_other_code_says_so():
     assert said(**now | {"llama405b": "0.2.0+0000", "torch": "2.1"}) == (
         f"c/step-00000002 was saved with other versions (torch 2.1 -> {now['torch']}, llama405b 0.2.0+0000 -> {code_version()})"
     )
-    lines, begin = [], lambda _: SimpleNamespace(identity=None)
-    log_changes(start(torch="2.1"), start_point_of=begin, allowed=(), context=SimpleNamespace(log=lines.append))
+    lines, config = [], SimpleNamespace(checkpoint=SimpleNamespace(allow_changes=()))
+    begin = SimpleNamespace(config=config, point=lambda _: SimpleNamespace(identity=None))
+    Start.check(begin, start(torch="2.1"), SimpleNamespace(log=lines.append))
     assert lines[0] == said(torch="2.1")
