@@ -89,5 +89,5 @@ def test_another_mlp_stays_as_it_is():
     gelu = LlamaConfig(hidden_size=96, intermediate_size=160, hidden_act="gelu")
     assert (
         fused.unsupported_reason("SwiGLU", gelu, CPU, torch.float32)
-        == "this model's MLP is not a SwiGLU without biases"
+        == "this model's MLP is not a SwiGLU of separate matrices without biases"
     )
