@@ -276,7 +276,9 @@ class PredictedRun:
         spec = requested.parallel.strategy_spec
         strategy = requested.parallel.strategy
         if (self.keeps_weights, self.reduces_each) != (spec.keeps_weights_gathered, spec.reduces_every_microbatch):
-            strategy = ("zero2" if self.reduces_each else "zero1") if self.keeps_weights else "fsdp2"
+            strategy = "zero2" if self.reduces_each else "zero1"
+            if not self.keeps_weights:
+                strategy = "fsdp2"
         copies = self.axes.dp_replicate if strategy != "ddp" else 0
         parallel = dataclasses.replace(
             requested.parallel,
