@@ -278,8 +278,8 @@ class Documents:
             documents.append(document)
         last = len(documents) - 1
         return [
-            document._replace(with_previous=place > 0, with_next=place < last)
-            for place, document in enumerate(documents)
+            document._replace(with_previous=index > 0, with_next=index < last)
+            for index, document in enumerate(documents)
         ]
 
     def _record_document(self, record: Any, place: DocumentLocation) -> LocatedDocument | None:

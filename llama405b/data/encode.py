@@ -274,11 +274,11 @@ class Encoder:
             for chunk, ids in zip(batch, self._encode(batch), strict=True):
                 tokens_N = np.array(chunk.prefix_ids + ids + chunk.suffix_ids, dtype=np.uint32)
                 if chunk.document_file:
-                    begins_group = document_file and not mark & WITH_PREVIOUS  # the document before has no token
-                    document_file, mark = (
-                        chunk.document_file,
-                        chunk.mark & ~(WITH_PREVIOUS * np.uint32(bool(begins_group))),
-                    )
+                    if (
+                        document_file and not mark & WITH_PREVIOUS
+                    ):  # the document before has no token: this one is first
+                        chunk.mark &= ~WITH_PREVIOUS
+                    document_file, mark = chunk.document_file, chunk.mark
                 if document_file and len(tokens_N):
                     n_documents = self._note_document(document_file, n_documents)
                 self.counts.tokens += len(tokens_N)

@@ -101,7 +101,7 @@ class ChunkedCrossEntropy(TokenLoss):
         return DTensor.from_local(nll, mesh, [Replicate()])
 
 
-class UserLoss:
+class UserLoss(TokenLoss):
     """The loss of the user's module: a function of tokens, or an object of a class that sees the batch."""
 
     def __init__(self, extension: Extension) -> None:
@@ -115,12 +115,12 @@ class UserLoss:
     @property
     def name(self) -> str:
         """What the module defines."""
-        return LOSS_CLASS if self.instance else "loss()"
+        return "loss()" if self.instance is None else LOSS_CLASS
 
     def count(self, batch: Batch) -> Tensor:
         """Return how many terms a batch has."""
         if self.instance is None:
-            return (batch.targets_BS >= 0).sum()
+            return super().count(batch)
         return self.extension.call_scalar(f"{LOSS_CLASS}.count", self.instance.count, batch).to(batch.ids_BS.device)
 
     def loss(self, output: ModelOutput, batch: Batch) -> Tensor:

@@ -409,9 +409,8 @@ def _saved_bytes(run: PredictedRun, spec: StageSpec) -> float:
     after_blocks = (len(llama.family.norms) - 2) * size * llama.hidden / run.tp
     norms += after_blocks * (_norm_factor(run, spec) + (not _widens_norms(run)) / 2)
     narrow = size * run.adapter.rank * len(llama.family.matrices(run.adapter.targets)) * run.adapter.is_enabled
-    fused = (
-        size * projected * ("qkv_proj" in llama.family.attention)
-    )  # the values are a view of queries, keys and values
+    # Of a fused matrix, the values are a view of queries, keys and values.
+    fused = size * projected * ("qkv_proj" in llama.family.attention)
     return norms + size * 2 * projected + normed + fused + narrow
 
 

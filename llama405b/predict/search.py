@@ -247,7 +247,7 @@ def keep_most_activations(prediction: Prediction) -> Prediction:
     modes = [
         mode
         for mode in (Recompute("none"), Recompute("operators"))
-        if is_legal(dataclasses.replace(prediction.run, micro_batch=1, recompute=mode))
+        if is_legal(dataclasses.replace(prediction.run, recompute=mode))
     ]
     for mode in modes:
         if (candidate := with_recompute(mode)).gpu_fit is Fit.YES:
@@ -306,10 +306,6 @@ def remedies(prediction: Prediction) -> list[tuple[str, Prediction]]:
     return sorted(helpful, key=lambda candidate: (-candidate[1].fit, -candidate[1].speedup_over(prediction)))
 
 
-# A run that has tp across hosts was allowed to; none that is offered has.
-ANY_CONFIG = Config(Model(path="any"), parallel=Parallel(tp_across_hosts=True))
-
-
 def _single_changes(run: PredictedRun) -> list[tuple[str, PredictedRun]]:
     """Return all single changes, each as a label and the changed run."""
     change = functools.partial(dataclasses.replace, run)
@@ -350,12 +346,20 @@ def is_runnable(run: PredictedRun, cluster: Cluster) -> bool:
         return False
     if run.numerics == "fp8" and not cluster.gpu.fp8_flops:
         return False
-    return run.global_batch % (run.micro_batch * run.dp) == 0 and is_legal(dataclasses.replace(run, micro_batch=1))
+    return run.global_batch % (run.micro_batch * run.dp) == 0 and is_legal(run)
+
+
+# A run that has tp across hosts was allowed to; none that is offered has.
+ANY_CONFIG = Config(Model(path="any"), parallel=Parallel(tp_across_hosts=True))
+
+
+def is_legal(run: PredictedRun) -> bool:
+    """Check whether the trainer refuses nothing of a run."""
+    return _is_legal(dataclasses.replace(run, micro_batch=1))  # no rule depends on the micro-batch
 
 
 @functools.lru_cache(4096)
-def is_legal(run: PredictedRun) -> bool:
-    """Check whether the trainer refuses nothing of a run."""
+def _is_legal(run: PredictedRun) -> bool:
     config, axes = run.apply_to(ANY_CONFIG), run.axes
     if axes.world_size != run.world:
         return False

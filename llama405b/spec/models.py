@@ -357,10 +357,10 @@ def _check_rope(config: Mapping[str, Any], source: str) -> None:
     """Refuse a rotary embedding that transformers does not know, that lacks a number, or whose numbers make NaN."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     by_layer_type = isinstance(rope, dict) and bool(rope) and all(isinstance(value, dict) for value in rope.values())
-    for part in rope.values() if by_layer_type else [rope]:
+    parts = list(rope.values()) if by_layer_type else [rope]
+    for part in parts:
         _check_rope_type(part, source)
-    parts = [part for part in (rope.values() if by_layer_type else [rope]) if isinstance(part, dict)]
-    for key, value in itertools.chain(config.items(), *(part.items() for part in parts)):
+    for key, value in itertools.chain(config.items(), *(part.items() for part in parts if isinstance(part, dict))):
         if key in POSITIVE_KEYS and value is not None and not _is_positive(value):
             raise UserError(f"{source}: {key} is {value!r}, not a number above 0; download config.json again")
 

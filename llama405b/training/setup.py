@@ -170,6 +170,10 @@ def prepare(
 def _open_start(config: Config, resume: str, context: RankContext, purpose: Purpose) -> Start:
     """Open the model's files, the data and the checkpoints, in an order that refuses early."""
     trains, rank = purpose is Purpose.TRAIN, context.rank
+    if extend.current().has_document_loss and config.data.packing == "concatenated":
+        raise UserError(
+            "--extend: Loss sees documents, which data.packing concatenated joins into one text; use isolated"
+        )
     if purpose is not Purpose.EVALUATE:  # which accumulates nothing
         config = with_global_batch(config, rank.axes)
     bind_to_numa_node(config.parallel, context)
@@ -188,10 +192,6 @@ def _open_start(config: Config, resume: str, context: RankContext, purpose: Purp
     # Before weights are loaded: a prompt may be too long.
     prompts = open_prompts(config, files, None if purpose is Purpose.BLAME else held_out, context)
 
-    if extend.current().has_document_loss and config.data.packing == "concatenated":
-        raise UserError(
-            "--extend: Loss sees documents, which data.packing concatenated joins into one text; use isolated"
-        )
     llama = models.read_llama(files, config.model.layers)
     check_mesh(rank.axes, config.parallel, llama, config.data.seq_len, ranks_per_host())
     start = Start(config, files, llama, batches, held_out, prompts, checkpoint)

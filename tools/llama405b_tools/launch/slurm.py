@@ -44,7 +44,7 @@ from llama405b_tools.agent.processes import read_secrets, write_secrets
 from llama405b_tools.hosts.fleet import command_to_type
 from llama405b_tools.hosts.transport import list_disagreements
 from llama405b_tools.launch import sbatch
-from llama405b_tools.launch.findings import place_words
+from llama405b_tools.launch.findings import place_words, unwritable
 from llama405b_tools.launch.placement import HostSpec, LaunchSpec, RunSpec, build_plan
 from llama405b_tools.launch.preflight import name_remedy
 from llama405b_tools.launch.request import LaunchRequest
@@ -118,8 +118,8 @@ def submit(request: LaunchRequest, options: str) -> str:
 
 def _check_run(request: LaunchRequest, run: RunDir) -> None:
     """Refuse a run whose name is taken, or that cannot write or resume here."""
-    if (place := check_writable_directory(str(run.path))).fault:
-        raise UserError(f"--slurm: {place.path} cannot be written: {place_words(place)}; launch from another directory")
+    for finding in unwritable(check_writable_directory(str(run.path)), "launch from another directory"):
+        raise UserError(f"--slurm: {finding}")
     if run.path.exists() and (request.resume == "no" or request.evaluates):
         raise UserError(f"--run: {request.run!r} exists here; {name_remedy(request)}")
     if directory := request.new_checkpoints:
