@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.rig import BARE_RUN, Cost, Said, checked, least, now, stub_launch, stubbed
-from llama405b.contract import reader
 from llama405b.contract.errors import UserError, fmt_if
-from llama405b_tools.agent.launch_facts import LaunchFacts, ProbeRequest
-from llama405b_tools.agent.messages import COMMIT, Committed, StartReply, StartRequest
-from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet, JsonSession
+from llama405b_tools.agent import starting
+from llama405b_tools.agent.messages import COMMIT, Committed, StartReply
+from llama405b_tools.hosts import calls
+from llama405b_tools.hosts.fleet import AGENT, MAX_AT_ONCE, Fleet, JsonSession
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.ssh import Ssh
 from llama405b_tools.run.backends import stop_launch
@@ -78,23 +78,19 @@ def _true(host: Host, connection: Ssh) -> None:
 def _replay(hosts: Sequence[Host], said: Said) -> Cost:
     """Send each host what a launch sent it, for a run of another name; ending that run is not counted."""
     stubbed_hosts = stubbed(hosts)
-    plan = next(request.plan for _, request in said[hosts[0].name] if isinstance(request, StartRequest))
+    plan = next(request.plan for function, [request] in said[hosts[0].name] if function is starting.start)
     other = dataclasses.replace(plan, run=BARE_RUN, rdzv_id=f"{plan.rdzv_id}-bare")
 
     def one(host: Host, connection: Ssh) -> None:
-        for action, request in said[host.name]:
-            asks = request
-            if isinstance(request, ProbeRequest):
-                asks = dataclasses.replace(request, run=BARE_RUN)
-            elif isinstance(request, StartRequest):
-                asks = dataclasses.replace(request, plan=other)
-            dialogue = JsonSession(connection.stream(found.command(host.name, action), reader.dumps(asks) + "\n"))
-            if isinstance(request, StartRequest):
-                dialogue.receive(StartReply, STATUS_TIMEOUT_S)
+        for function, [request] in said[host.name]:
+            is_start = function is starting.start
+            changed_request = dataclasses.replace(request, **({"plan": other} if is_start else {"run": BARE_RUN}))
+            command = found.command(host.name, AGENT, [function.__name__])
+            dialogue = JsonSession(connection.stream(command, f"{calls.encode_arguments(function, changed_request)}\n"))
+            dialogue.receive(StartReply if is_start else dict, STATUS_TIMEOUT_S)
+            if is_start:
                 dialogue.send(COMMIT)
                 dialogue.receive(Committed, STATUS_TIMEOUT_S)
-            else:
-                dialogue.receive(LaunchFacts, STATUS_TIMEOUT_S)
             dialogue.end_input()
             dialogue.close()
 

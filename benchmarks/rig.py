@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from llama405b.contract.errors import UserError
 from llama405b_tools.hosts.fleet import Fleet
@@ -21,12 +21,12 @@ from llama405b_tools.launch.start import launch
 from llama405b_tools.run.backends import stop_launch
 from llama405b_tools.run.query import STATUS_TIMEOUT_S
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
+P = ParamSpec("P")
 T = TypeVar("T")
 RUN, BARE_RUN, SETTLE_S = "bench-fleet", "bench-bare", 5.0
-Said = dict[str, list[tuple[str, "DataclassInstance"]]]  # by host, the requests it received: action and request
+Said = dict[
+    str, list[tuple[Callable[..., object], tuple[Any, ...]]]
+]  # by host, what was called there, with which arguments
 STUB = """#!/bin/sh
 # in python's place on a host: torchrun becomes a stub, everything else is the real one
 case "$*" in *torch.distributed.run*) exec {python} -c '{body}' "$@" ;; esac
@@ -72,15 +72,15 @@ class Overheard(Fleet):
         super().__init__(hosts)
         self.said = said
 
-    def ask(self, name: str, action: str, request: "DataclassInstance", reply: type[T], timeout_s: float) -> T:
+    def call(self, name: str, function: Callable[P, T], timeout_s: float, *args: P.args, **kwargs: P.kwargs) -> T:
         """See ``Fleet``."""
-        self.said.setdefault(name, []).append((action, request))
-        return super().ask(name, action, request, reply, timeout_s)
+        self.said.setdefault(name, []).append((function, args))
+        return super().call(name, function, timeout_s, *args, **kwargs)
 
-    def stream(self, name: str, action: str, request: "DataclassInstance") -> Stream:
+    def stream(self, name: str, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Stream:
         """See ``Fleet``."""
-        self.said.setdefault(name, []).append((action, request))
-        return super().stream(name, action, request)
+        self.said.setdefault(name, []).append((function, args))
+        return super().stream(name, function, *args, **kwargs)
 
 
 def stub_launch(hosts: Sequence[Host], path: Path, program: str = "stub", said: Said | None = None) -> Cost:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.contract.errors import EXIT_OK, UserError
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b_tools.hosts.fleet import read_hosts
 from llama405b_tools.verbs.arguments import add_hosts
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llama405b.settings.command import COMMON_SETTINGS, OneLineParser, format_default, value_form
+from llama405b.settings.command import COMMON_SETTINGS, format_default, value_form
+from llama405b.settings.parser import OneLineParser
 from llama405b.settings.schema import Config, setting_fields
 from llama405b_tools import cli
 from llama405b_tools.launch.sbatch import OPTIONS

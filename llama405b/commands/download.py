@@ -21,7 +21,7 @@ from llama405b.contract.errors import EXIT_DETACHED, RunError, UserError, format
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.hashes import BlockHasher, HashStore
 from llama405b.data.hub import dataset_files, explain_hub_errors
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b.spec import models
 from llama405b.spec.tensors import INDEX_FILE, PICKLED_INDEX_FILE, is_pickled, read_tensors
 

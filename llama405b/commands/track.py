@@ -18,7 +18,7 @@ from typing import TextIO
 from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, UserError, fmt_if
 from llama405b.contract.files import set_private_umask
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b.settings.schema import TRACKERS
 from llama405b.tracking.feed import POLL_S, TrackerFeed
 from llama405b.tracking.uploads import CLOSE_TIMEOUT_S

@@ -10,7 +10,7 @@ import pytest
 from conftest import ONE_HOST, ROOT
 from llama405b.contract import reader
 from llama405b.contract.records import EventKind, RequestKind, RunEvent
-from llama405b_tools.agent.messages import AskReply, AskRequest
+from llama405b_tools.agent import describe
 from llama405b_tools.hosts.fleet import Fleet, read_hosts
 from ops_rig import PACED, Terminal, heartbeat, settings, wait_for
 
@@ -28,10 +28,10 @@ def ask(work, monkeypatch):
 
     def request(run, kind, steps=1):
         with Fleet(read_hosts(work / "hosts")) as fleet:
-            asked = fleet.ask("node-a", "ask", AskRequest(run, kind, "me@here", steps), AskReply, 30.0)
-        if not asked.id:
+            asked = fleet.call("node-a", describe.ask, 30.0, run, kind, "me@here", steps)
+        if not asked:
             return None
-        return wait_for(lambda: next((event for event in events(run) if event.request == asked.id), None), 90)
+        return wait_for(lambda: next((event for event in events(run) if event.request == asked), None), 90)
 
     request.events = events
     return request

@@ -2,9 +2,11 @@
 
 import contextlib
 import queue
+import types
 
 from llama405b.contract import reader
 from llama405b.contract.records import NodeState, NodeStatus
+from llama405b.contract.software import code_version
 from llama405b_tools.agent import agent
 from llama405b_tools.agent.evidence import HostEvidence
 from llama405b_tools.agent.launch_facts import HeadRoute, LaunchFacts
@@ -12,18 +14,17 @@ from llama405b_tools.agent.machine import DirectoryCheck
 from llama405b_tools.agent.messages import (
     COMMIT,
     RELEASE,
-    AccountReply,
     CheckpointPart,
     Committed,
     HostRun,
     NodeUpdate,
-    NoteReply,
     PartsReply,
     StartReply,
     StatusReply,
     StopReply,
     StreamMessage,
 )
+from llama405b_tools.hosts import calls
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import CommandResult, HostError
@@ -35,7 +36,7 @@ class FakeHost:
     """Answers as an agent does. ``faults``: by action, what it says instead (a text, or the error that is raised)."""
 
     def __init__(self, name):
-        self.name, self.plan, self.alive, self.status, self.stopped_by = name, None, False, None, ""
+        self.name, self.plan, self.alive, self.node_status, self.stopped_by = name, None, False, None, ""
         self.saved = ()  # steps of the checkpoints here
         self.checkpoint, self.faults, self.heard, self.blames = None, {}, [], ()
         self.members, self.ends, self.now, self.noted = (), (), 0.0, None
@@ -43,45 +44,60 @@ class FakeHost:
         self.seen = None  # what an autopsy sees here
         self.load, self.waits = "0.50 0.40 0.30 1/99 7\n2\n", {}  # and by action, how long it was waited for
         self.lives = []  # how each launch of it goes: a list of StreamMessage, then it is over
-        self.receipt = NoteReply()  # for a guard's note
+        self.disks = ()  # the answer to a guard's note
         self.gpus = [0]  # as each probe finds them; the last number stays
 
-    def answer(self, action, request):
-        self.heard.append((action, request))
+    def answer(self, action, stdin):
+        """The lines that an agent prints when this function is called."""
+        function = agent.load_function(action)
+        arguments = calls.decode_arguments(function, stdin)
+        self.heard.append(
+            (action, arguments["request"] if [*arguments] == ["request"] else types.SimpleNamespace(**arguments))
+        )
         fault = self.faults.get(action)
         if isinstance(fault, Exception):
             raise fault
-        return [fault] if fault is not None else [reader.dumps(each) for each in getattr(self, action)(request)]
+        if fault is not None:
+            return [fault]
+        result = getattr(self, action)(**arguments)
+        return (
+            [reader.dumps(each) for each in result]
+            if calls.prints_messages(function)
+            else [calls.encode_result(result)]
+        )
 
     def probe(self, request):
         head = {address: HeadRoute("", "10.0.0.9", "eth0") for address in request.candidates}
         alive = self.alive and request.run == self.plan.run
         gpus = self.gpus.pop(0) if len(self.gpus) > 1 else self.gpus[0]
-        yield LaunchFacts({}, True, "", True, False, self.plan.attempt if self.plan else 0, "", alive, (), (), self.machine,
+        return LaunchFacts({}, True, "", True, False, self.plan.attempt if self.plan else 0, "", alive, (), (), self.machine,
                           gpus, Rdma(), 2, "", False, (), head, "/w", DirectoryCheck("/w/runs/r"), {}, 1 << 40, None, "",
                           stopped_by=self.stopped_by, stopped_at=self.stopped_at)  # fmt: skip
 
     def start(self, request):
         self.plan, self.alive = request.plan, True
         self.noted = self.noted if request.again else request.guard
-        self.status = NodeStatus(self.name, NodeState.RUNNING, request.plan.attempt, 1, 1)
+        self.node_status = NodeStatus(self.name, NodeState.RUNNING, request.plan.attempt, 1, 1)
         yield StartReply()
 
-    def planned(self, request):
-        yield self.plan
+    def probe_head(self, request):
+        yield self.probe(request)
 
-    def account_of(self, request):
-        yield AccountReply(None)
+    def planned(self, run):
+        return self.plan
 
-    def evidence(self, request):
-        yield self.seen or HostEvidence(self.name, self.now)
+    def account_of(self, run, host):
+        return None
 
-    def parts(self, request):
-        yield PartsReply("/c", tuple(CheckpointPart(step, "", "", (), ()) for step in self.saved))
+    def evidence(self, run, host, window_s):
+        return self.seen or HostEvidence(self.name, self.now)
 
-    def note(self, request):
-        self.noted = request.state
-        yield self.receipt
+    def parts(self, run):
+        return PartsReply("/c", tuple(CheckpointPart(step, "", "", (), ()) for step in self.saved))
+
+    def note(self, run, host, only, state):
+        self.noted = state
+        return self.disks
 
     def keep(self):
         return [reader.dumps(Committed())]
@@ -89,22 +105,25 @@ class FakeHost:
     def hang_up(self):
         self.alive = False
 
-    def tether(self, request):
+    def tether(self, run, host):
         return ()
 
-    def stop(self, request):
+    def stop(self, run, host, *, by, blame, **options):
         was, self.alive = self.alive, False
-        self.stopped_by = request.by or self.stopped_by
-        if request.blame:
-            self.blames = (*self.blames, request.blame)
-        yield StopReply(self.plan is not None, was, stopped_by=self.stopped_by, node=self.run() if self.plan else None)
+        self.stopped_by = by or self.stopped_by
+        if blame:
+            self.blames = (*self.blames, blame)
+        return StopReply(self.plan is not None, was, stopped_by=self.stopped_by, node=self.run() if self.plan else None)
+
+    def status(self, host, run):
+        return self.status_reply(run)
 
     def status_reply(self, named):
         return StatusReply((self.run(),) if self.plan and named in (None, self.plan.run) else ())
 
     def run(self):
         plan = self.plan
-        return HostRun(plan.run, plan.created, plan.attempt, "", 0, self.alive, (), self.status, (), self.ends,
+        return HostRun(plan.run, plan.created, plan.attempt, "", 0, self.alive, (), self.node_status, (), self.ends,
                        self.stopped_by, None, self.checkpoint, self.now,
                        self.members or tuple(node.name for node in plan.nodes), self.noted, self.blames,
                        unsaved=self.unsaved)  # fmt: skip
@@ -112,7 +131,7 @@ class FakeHost:
     def stream(self, request):
         for news in self.lives.pop(0) if self.lives else ():
             if news.node:
-                self.alive, self.status, self.stopped_by = news.node.alive, news.node.status, news.node.stopped_by
+                self.alive, self.node_status, self.stopped_by = news.node.alive, news.node.status, news.node.stopped_by
             yield news
         yield StreamMessage(end=True)
 
@@ -137,18 +156,13 @@ class FakeConnection:
             if isinstance(fault := self.host.faults.get("true"), Exception):
                 raise fault
             return CommandResult(0, "", "")
-        action, request = _asked(command, stdin)
-        answer = self.host.answer(action, request) if action != "status" else self._status(request)
+        if command.endswith(" --version"):
+            return CommandResult(0, f"llama405b {code_version()}\n", "")
+        answer = self.host.answer(command.rpartition(" ")[2], stdin)
         return CommandResult(0, "\n".join(answer) + "\n", "")
 
-    def _status(self, request):
-        self.host.heard.append(("status", request))
-        if isinstance(fault := self.host.faults.get("status"), Exception):
-            raise fault
-        return [reader.dumps(self.host.status_reply(request.run))]
-
     def stream(self, command, stdin):
-        return FakeStream(self.host, *_asked(command, stdin))
+        return FakeStream(self.host, command.rpartition(" ")[2], stdin)
 
     def is_open(self):
         return True
@@ -158,9 +172,9 @@ class FakeConnection:
 
 
 class FakeStream:
-    def __init__(self, host, action, request):
+    def __init__(self, host, action, stdin):
         self.host, self.action, self.kept, self.lines = host, action, False, queue.Queue()
-        for line in host.answer(action, request):
+        for line in host.answer(action, stdin):
             self.lines.put(line)
         if action == "stream":
             self.lines.put(None)
@@ -198,11 +212,6 @@ class FakeFleet(Fleet):
 
     def forget(self, name, *, unless_open=False):
         pass
-
-
-def _asked(command, stdin):
-    action = command.rpartition(" ")[2]
-    return action, reader.loads(agent.load_action(action)[1], stdin, "the request")
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def test_what_is_asked_at_3_am_loads_little(verb):
     code = f"import sys, llama405b_tools.cli, llama405b_tools.verbs.{verb}; print(*sys.modules, sep=chr(10))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     ours = [name for name in loaded.split() if name.partition(".")[0] in ("llama405b", "llama405b_tools")]
-    assert len(ours) <= 45, ours
+    assert len(ours) <= 50, ours
 
 
 @pytest.mark.slow

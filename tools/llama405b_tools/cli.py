@@ -15,7 +15,6 @@ except ModuleNotFoundError:
 
 from llama405b.contract.errors import EXIT_DETACHED, EXIT_FAILED, EXIT_OK, UserError, did_you_mean, fmt_if, shorten
 from llama405b.contract.files import set_private_umask
-from llama405b.settings import command
 from llama405b_tools.run import screen
 from llama405b_tools.text.words import replace_unencodable, strip_controls
 
@@ -115,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(args: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
-        importlib.import_module("llama405b_tools.verbs.arguments").complete(VERBS, args, _import_and_run)
+        importlib.import_module("llama405b_tools.verbs.completion").complete(VERBS, args, _import_and_run)
         return EXIT_OK
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
@@ -168,7 +167,7 @@ def cluster_top() -> int:
 
 def _import_and_run(verb: str, args: list[str]) -> int:
     if verb == "train":  # report a bad command line first: importing torch takes seconds
-        command.parse(args)
+        importlib.import_module("llama405b.settings.command").parse(args)
     try:
         module = importlib.import_module(VERBS[verb][0])
         if verb in PRIVATE_OUTPUT_VERBS:

@@ -10,7 +10,6 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import EventKind, NodeState, NodeStatus, RunEvent
 from llama405b.spec.plan import Node, Plan
 from llama405b_tools.agent import describe, processes
-from llama405b_tools.agent.messages import StatusRequest
 
 
 def test_checkpoints_of_another_user_do_not_hide_the_run(tmp_path, monkeypatch):
@@ -21,7 +20,7 @@ def test_checkpoints_of_another_user_do_not_hide_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(describe, "find_newest_complete", denied)
     nodes = (Node("a", 1, 0, "/w", "/py", "", "", {}),)
     write_json(RunDir.from_name("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", ("-m", "llama405b.train"), (), nodes))
-    [run] = describe.status(StatusRequest("a")).runs
+    [run] = describe.status("a").runs
     assert (run.run, run.checkpoint) == ("r", None)
 
 
@@ -29,9 +28,9 @@ def test_a_host_that_has_the_files_of_a_run_but_no_part_names_its_hosts(tmp_path
     monkeypatch.chdir(tmp_path)
     nodes = tuple(Node(name, 1, 0, "/w", "/py", "", "", {}) for name in "ab")
     write_json(RunDir.from_name("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), nodes))
-    reply = describe.status(StatusRequest("10.0.0.1", "r"))
+    reply = describe.status("10.0.0.1", "r")
     assert (reply.runs, reply.strangers) == ((), ("a", "b"))
-    assert describe.status(StatusRequest("10.0.0.1")).strangers == ()
+    assert describe.status("10.0.0.1").strangers == ()
 
 
 def _event(kind, step, **more):
@@ -67,7 +66,7 @@ def test_a_save_that_failed_before_a_restart_is_not_told_of_the_attempt_since(tm
     append_line(run.events("rank-0"), _event(EventKind.NOT_SAVED, 8, detail="full"))
     for attempt, unsaved in ((1, "step 8: full"), (2, "")):
         write_json(run.plan, Plan("r", attempt, 0.0, "x", "a:1", ("-m", "llama405b.train"), (), nodes))
-        assert describe.status(StatusRequest("a")).runs[0].unsaved == unsaved
+        assert describe.status("a").runs[0].unsaved == unsaved
 
 
 def test_a_launch_that_is_under_way_is_told(tmp_path):

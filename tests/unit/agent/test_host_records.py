@@ -14,8 +14,7 @@ from llama405b.contract.records import Cause, CauseKind, FailureRecord, GuardSta
 from llama405b.spec.plan import Node, Plan
 from llama405b_tools.agent import processes
 from llama405b_tools.agent.describe import status
-from llama405b_tools.agent.evidence import EvidenceRequest, evidence
-from llama405b_tools.agent.messages import GuardNote, StatusRequest, StopRequest
+from llama405b_tools.agent.evidence import evidence
 from llama405b_tools.agent.processes import machine_id, note, record_failure
 from llama405b_tools.agent.starting import stop
 from llama405b_tools.run import query
@@ -33,7 +32,7 @@ def run(tmp_path, monkeypatch):
 
 
 def told():
-    return status(StatusRequest("a", "r")).runs[0]
+    return status("a", "r").runs[0]
 
 
 def test_a_guard_that_died_here_is_known_at_once_wherever_the_operator_is(run):
@@ -43,7 +42,7 @@ def test_a_guard_that_died_here_is_known_at_once_wherever_the_operator_is(run):
     )
     before_boot = dataclasses.replace(lives, machine=" ".join([*machine_id().split()[:-1], "another-boot"]))
     for guard, gone in ((dataclasses.replace(lives, pid=2**22 + 1), True), (before_boot, True), (lives, False)):
-        note(GuardNote("r", "a", "r-2-x", guard))
+        note("r", "a", "r-2-x", guard)
         found = query.guard_of_hosts("r", [*query.guard_reports([told()]), (0.1, guard)], 1000.0)
         assert (found.is_gone, found.is_guarding) == (gone, not gone)
 
@@ -53,7 +52,7 @@ def test_a_host_whose_disk_is_full_still_tells_how_full_it_is(run, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(processes, "write_json", full)
-    [disk] = note(GuardNote("r", "a", "r-2-x", GUARD)).disks
+    [disk] = note("r", "a", "r-2-x", GUARD)
     assert (disk.path, 0 <= disk.free_bytes <= disk.total_bytes) == (str(run.path.absolute()), True)
 
 
@@ -89,7 +88,7 @@ def test_a_look_at_the_ranks_leaves_no_thread_waiting_for_more(run, monkeypatch)
             pools.append(self)
 
     monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", Pool)
-    assert evidence(EvidenceRequest("r", "a", 0.0)).ranks[0].rank == 0
+    assert evidence("r", "a", 0.0).ranks[0].rank == 0
     for pool in pools:
         with pytest.raises(RuntimeError, match="shutdown"):
             pool.submit(int)
@@ -97,17 +96,17 @@ def test_a_look_at_the_ranks_leaves_no_thread_waiting_for_more(run, monkeypatch)
 
 def test_ending_a_launch_records_why_and_ending_another_does_not(run):
     for only, known in (("r-1-x", 0), ("r-2-x", 1)):
-        stop(StopRequest("r", "a", only=only, blame=FailureRecord(2, "b", HUNG)))
+        stop("r", "a", only=only, blame=FailureRecord(2, "b", HUNG))
         assert len(told().blames) == known
 
 
 def test_a_guard_is_heard_by_the_launch_that_it_guards_until_somebody_stops_it(run):
-    note(GuardNote("r", "a", "r-1-x", GUARD))
+    note("r", "a", "r-1-x", GUARD)
     assert told().guard is None
-    note(GuardNote("r", "a", "r-2-x", GUARD))
+    note("r", "a", "r-2-x", GUARD)
     heard = told()
     assert (heard.guard.pid, heard.guard.command) == (GUARD.pid, GUARD.command)
     assert 0 <= heard.now - heard.guard.time < 60  # by the host's own clock
-    stop(StopRequest("r", "a", by="me@here"))
-    note(GuardNote("r", "a", "r-2-x", GUARD))  # it has not heard of the stop yet
+    stop("r", "a", by="me@here")
+    note("r", "a", "r-2-x", GUARD)  # it has not heard of the stop yet
     assert told().guard is None

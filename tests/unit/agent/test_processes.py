@@ -13,7 +13,6 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.software import module_argv
 from llama405b.spec.plan import Node, Plan
 from llama405b_tools.agent import hostprobe, processes, sampler, starting
-from llama405b_tools.agent.messages import OrphansRequest
 from llama405b_tools.agent.processes import MARKER, take_lock
 from llama405b_tools.agent.streaming import _SecretValues
 from ops_rig import wait_for
@@ -106,7 +105,7 @@ def _process_of(value, *before):
 
 def _is_left(value):
     """Whether doctor and `stop --orphans` call a run's processes leftovers; they agree."""
-    told = value in {each.value for each in starting.orphans(OrphansRequest(end=False)).orphans}
+    told = value in {each.value for each in starting.orphans(end=False)}
     assert (value in hostprobe.find_leftovers()) is told
     return told
 

@@ -34,9 +34,9 @@ from llama405b_tools.agent.messages import (
     StartFault,
     StartReply,
     StartRequest,
-    StopRequest,
 )
 from llama405b_tools.agent.processes import tmux_socket
+from llama405b_tools.hosts import calls
 from ops_rig import wait_for
 
 
@@ -162,7 +162,7 @@ def test_hosts_of_one_launch_that_share_a_directory_do_not_refuse_each_other(wor
 
 def test_a_run_of_the_same_name_in_another_directory_is_not_ended(work, monkeypatch):
     give_up_once_it_runs(monkeypatch, work)
-    monkeypatch.setattr(starting, "stop", lambda request: None)  # its start is kept
+    monkeypatch.setattr(starting, "stop", lambda *_, **__: None)  # its start is kept
     monkeypatch.setattr(starting.sys, "stdout", io.StringIO())
     (work / "python").write_text(f"#!/bin/sh\necho $$ > {work}/pid\nexec sleep 600\n")
     (work / "python").chmod(0o755)
@@ -173,10 +173,10 @@ def test_a_run_of_the_same_name_in_another_directory_is_not_ended(work, monkeypa
     runner = int((work / "pid").read_text())
     (work / "other").mkdir()
     monkeypatch.chdir(work / "other")
-    assert not starting.stop(StopRequest(plan.run, "a")).known
+    assert not starting.stop(plan.run, "a").known
     assert processes.start_time(runner) is not None
     monkeypatch.chdir(work)
-    starting.stop(StopRequest(plan.run, "a"))
+    starting.stop(plan.run, "a")
     wait_for(lambda: processes.start_time(runner) is None)  # tmux has ended it, and the kernel takes its time
 
 
@@ -188,7 +188,7 @@ def test_a_tethered_run_ends_with_its_operator(work, monkeypatch, cut):
     command = [sys.executable, "-m", "llama405b_tools.agent.agent", "tether"]
     path = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
     agent = subprocess.Popen(command, cwd=work, env=os.environ | path, stdin=subprocess.PIPE, text=True)
-    agent.stdin.write(reader.dumps(StopRequest("r", "a")) + "\n" + (RELEASE if cut else ""))
+    agent.stdin.write(calls.encode_arguments(starting.tether, "r", "a") + "\n" + (RELEASE if cut else ""))
     agent.stdin.close()  # as when the operator's process is killed
     assert agent.wait(60) == 0
     lives = runner.poll() is None
@@ -267,7 +267,7 @@ def test_one_that_was_stopped_meanwhile_is_not_kept(work, monkeypatch):
     monkeypatch.setattr(
         starting, "_start_node_runner", lambda _: write_json(run.stop("a"), StopMark("you@there")) or StartReply()
     )
-    monkeypatch.setattr(starting, "stop", ended.append)
+    monkeypatch.setattr(starting, "stop", lambda *_, only, **__: ended.append(only))
     monkeypatch.setattr(sys, "stdin", keep := (work / "keep").open("w+"))
     keep.write(COMMIT)
     keep.seek(0)
@@ -276,7 +276,7 @@ def test_one_that_was_stopped_meanwhile_is_not_kept(work, monkeypatch):
     starting.start(StartRequest("a", plan, {}, (0,)))
     monkeypatch.undo()
     assert json.loads(said.getvalue().splitlines()[1]) == {"stopped_by": "you@there"}
-    assert [request.only for request in ended] == ["r-1-x"]
+    assert ended == ["r-1-x"]
 
 
 @pytest.mark.slow
@@ -331,11 +331,17 @@ def test_what_stands_in_the_way_of_a_run_directory(work):
 
 def test_an_agent_that_fails_says_why_in_one_line(work):
     (work / "runs").symlink_to("/nowhere/runs")
-    request = reader.dumps(StartRequest("a", Plan("r", 1, 0.0, "r-1-x", "a:1", ("x",), (), ()), {}, (0,)))
+    request = StartRequest("a", Plan("r", 1, 0.0, "r-1-x", "a:1", ("x",), (), ()), {}, (0,))
     command = [sys.executable, "-m", "llama405b_tools.agent.agent", "start"]
     path = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
     done = subprocess.run(
-        command, input=request, cwd=work, env=os.environ | path, capture_output=True, text=True, check=False
+        command,
+        input=calls.encode_arguments(starting.start, request),
+        cwd=work,
+        env=os.environ | path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
     assert done.stderr == f"{work}/runs: File exists\n"

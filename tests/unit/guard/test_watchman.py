@@ -18,7 +18,7 @@ from llama405b.contract.records import Cause, CauseKind, EventKind, FailureRecor
 from llama405b.settings.schema import Checkpoint, Config
 from llama405b.spec.plan import Plan
 from llama405b_tools.agent import processes
-from llama405b_tools.agent.messages import GuardNote, StreamMessage
+from llama405b_tools.agent.messages import StreamMessage
 from llama405b_tools.guard import guard
 from llama405b_tools.guard.guard import Guard, GuardInput
 from llama405b_tools.hosts.transport import HostError
@@ -198,11 +198,11 @@ def test_hosts_that_are_away_are_waited_for(fleet):
     host = fleet.fakes["b"]
     real = host.stop
 
-    def stop(asked):
+    def stop(**asked):
         tries.append(asked)
         if len(tries) < 4:
             raise away
-        yield from real(asked)
+        return real(**asked)
 
     host.stop = stop
     code, record = guarded(fleet, FAILS, WELL)
@@ -295,7 +295,7 @@ def test_what_follows_the_end_is_a_part_of_the_run_that_another_guard_takes_up(f
     asked, hosts = request("--when-done", "echo done >>notes; test -e well"), list(fleet.hosts.values())
     plan = launch(asked, hosts, fleet)
     for name, host in fleet.fakes.items():
-        host.alive, host.status = False, over(name).node.status
+        host.alive, host.node_status = False, over(name).node.status
     dead = GuardState(
         "r", 2**22 + 1, 1, processes.machine_id(), 2, GuardStage.FINISHING, command=asked.resume_arguments
     )
@@ -460,11 +460,13 @@ def test_a_run_that_does_not_come_back_is_paged_once(fleet, tmp_path, monkeypatc
     monkeypatch.setattr(guard, "WAITING_AFTER_S", 0.0, raising=False)
     tries = [why for why in reasons for _ in range(4)]
 
-    def stop(asked, real=fleet.fakes["b"].stop):
+    real = fleet.fakes["b"].stop
+
+    def stop(**asked):
         found.send_heartbeat()  # as its thread does meanwhile
         if tries:
             raise HostError(tries.pop())
-        yield from real(asked)
+        return real(**asked)
 
     found, fleet.fakes["b"].stop = watchman(fleet), stop
     found.set_stage(GuardStage.RECOVERING, "a: hung")
@@ -509,8 +511,8 @@ def test_a_disk_that_fills_is_paged_once_until_there_is_room(fleet, tmp_path, mo
     for free in (1 << 40, 1 << 28, 1 << 28, 1 << 40, 1 << 28):
         disk = types.SimpleNamespace(f_frsize=1, f_bavail=free, f_blocks=4 << 40)
         monkeypatch.setattr(os, "statvfs", lambda _, disk=disk: disk)
-        receipt = processes.note(GuardNote("r", "a", "x", found.record))  # as the agent on a would
-        fleet.fakes["a"].receipt = receipt
+        disks = processes.note("r", "a", "x", found.record)  # as the agent on a would
+        fleet.fakes["a"].disks = disks
         found.send_heartbeat()
     told = paged(tmp_path)
     assert len(told) == 2

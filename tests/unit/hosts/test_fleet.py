@@ -1,13 +1,18 @@
 """Why the agent did not run on a host, in one clause: from what sh or Python said, with the command that mends it."""
 
+import re
 import shlex
+import shutil
 import sys
 import threading
 
 import pytest
 
 from conftest import ROOT
-from llama405b_tools.agent.messages import StatusReply, StatusRequest
+from llama405b.contract.software import code_version
+from llama405b_tools.agent import describe
+from llama405b_tools.agent.messages import StatusReply
+from llama405b_tools.hosts import calls
 from llama405b_tools.hosts import fleet as fleets
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host, parse_hosts
@@ -15,8 +20,10 @@ from llama405b_tools.hosts.transport import HostError
 from ops_rig import wait_for
 
 WAYS = {
-    "ask": lambda fleet: fleet.ask("a", "status", StatusRequest("a"), StatusReply, 20),
-    "dialogue": lambda fleet: fleet.open_session("a", "status", StatusRequest("a")).receive(StatusReply, 20),
+    "ask": lambda fleet: fleet.call("a", describe.status, 20, "a"),
+    "dialogue": lambda fleet: fleet.open_session("a", describe.status, "a").receive(
+        calls.reply_type(describe.status), 20
+    ),
 }
 
 
@@ -101,7 +108,7 @@ def test_the_agent_is_the_working_directorys_own_whatever_is_installed(tmp_path)
     text = "import llama405b, sys; sys.exit(f'{llama405b.__version__} {sys.argv[1:]} {sys.path[-2:]}')"
     (tmp_path / "tools/llama405b_tools/agent/agent.py").write_text(text)
     with Fleet([Host("localhost", "hosts:1", workdir=str(tmp_path))]) as fleet, pytest.raises(HostError) as caught:
-        fleet.ask("localhost", "status", StatusRequest("a"), StatusReply, 20)
+        fleet.call("localhost", describe.status, 20, "a")
     assert str(caught.value) == f"the agent failed (its own ['status'] {[str(tmp_path), str(tmp_path / 'tools')]})"
 
 
@@ -154,10 +161,33 @@ def test_the_last_words_of_an_agent_that_fails_are_told(tmp_path):
     wrapped.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT}:{ROOT}/tools exec {sys.executable} "$@"\n')
     wrapped.chmod(0o755)
     with Fleet([Host("localhost", "hosts:1", workdir=str(tmp_path), python=str(wrapped))]) as fleet:
-        stream = fleet.stream("localhost", "nonsense", StatusRequest("a"))
-        lines = list(stream)
-        assert lines == ["['nonsense']: unknown agent action\n"]
-        assert str(fleet.explain_fault("localhost", lines[-1].strip())) == f"the agent failed ({lines[-1].strip()})"
+        stream = fleet.stream("localhost", lambda: None)
+        [line] = list(stream)
+        assert line == f"{calls.MALFORMED} <lambda>: there is no such function\n"
+        assert str(fleet.explain_fault("localhost", line.strip())) == "<lambda>: there is no such function"
+
+
+def test_a_call_that_a_host_refuses_names_the_place_and_both_versions(tmp_path, monkeypatch):
+    """A host with other code: whatever it lacks, the operator reads what to do; with the same code it is our own bug."""
+    for package in ("llama405b", "tools"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost\n")
+    malformed = r"status\.host: expected `str`, got `int`"
+
+    def refusal(text=""):
+        with (tmp_path / "tools/llama405b_tools/agent/describe.py").open("a") as file:
+            file.write(text)
+        with Fleet([Host("localhost", f"{hosts}:1", workdir=str(tmp_path), python=sys.executable)]) as fleet:
+            with pytest.raises(HostError) as caught:
+                fleet.call("localhost", describe.status, 60, 7)
+            return str(caught.value)
+
+    assert re.fullmatch(malformed, refusal())
+    versions = rf"; it runs llama405b \S+, this machine {re.escape(code_version())}: run `\S*llama405b setup {hosts}`"
+    assert re.fullmatch(malformed + versions, refusal("# other code\n"))
+    refused = refusal("def status(host: int) -> str:\n    return ''\n")  # its answer is of another form
+    assert re.fullmatch(r"its answer\.result: expected `object`, got `str`" + versions, refused)
 
 
 @pytest.mark.parametrize(

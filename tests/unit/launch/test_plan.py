@@ -11,7 +11,8 @@ from llama405b.contract.software import LOADER
 from llama405b.spec.plan import OWN_THREADS, Node, Plan, check_run_name
 from llama405b_tools.agent.processes import node_env, tmux_session, torchrun_argv
 from llama405b_tools.hosts import transport
-from llama405b_tools.hosts.fleet import agent_command
+from llama405b_tools.hosts.fleet import AGENT, Fleet
+from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import list_disagreements
 from llama405b_tools.launch import request
 from llama405b_tools.launch.placement import HostSpec, LaunchSpec, RunSpec, build_plan, first_ranks
@@ -99,16 +100,19 @@ def test_torchrun_starts_our_modules_as_we_do_and_other_programs_as_they_are():
 
 
 def test_agent_command_survives_a_real_shell(tmp_path):
+    def command(python, workdir, name):
+        return Fleet([Host("a", "hosts:1", python=python, workdir=workdir)]).command("a", AGENT, [name])
+
     directory = tmp_path / "it's a dir; $HOME"
     directory.mkdir()
     fake = directory / "py thon"
     fake.write_text('#!/bin/sh\npwd\nprintf "%s|" "$@" "$PYTHONPATH"\n')
     fake.chmod(0o755)
-    line = agent_command(str(fake), str(directory), "probe")
+    line = command(str(fake), str(directory), "probe")
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
     assert done.stdout == f"{directory}\n-c|{LOADER}|llama405b_tools.agent.agent|probe||"
     home = subprocess.run(
-        ["sh", "-c", agent_command("pwd", "~/x y", "p").replace("exec pwd", "pwd;:")],
+        ["sh", "-c", command("pwd", "~/x y", "p").replace("exec pwd", "pwd;:")],
         capture_output=True,
         text=True,
         env=os.environ | {"HOME": str(tmp_path)},

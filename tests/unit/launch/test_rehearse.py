@@ -107,7 +107,7 @@ class TestRehearsal:
         assert (config.training.max_steps, config.checkpoint.keep) == (30, 2)
         actions = [action for action, _ in fleet.fakes["b"].heard]
         assert actions.index("tether") < actions.index("stop")
-        assert asked(fleet, "b", "tether")[0].discard
+        assert [lease.run for lease in asked(fleet, "b", "tether")] == ["r-rehearsal"]
 
     def test_an_old_loss_of_the_step_is_not_taken_for_the_resumed_one(self, fleet, capsys):
         again = [steps(1, 5.0, 4.0, 3.5, 3.4), steps(2, 3.7, first=3)]  # the file still has the first attempt's lines

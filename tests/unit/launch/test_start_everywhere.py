@@ -177,7 +177,7 @@ def test_a_launch_tells_and_refuses_what_is_known_to_go_wrong_with_the_hosts_ver
     words = ["--run", "r", "--model.path", "m", "--data.paths", "d", "--training.global_batch_size", "0"]
     request, lines = parse_launch([*words, "--parallel.offload", "optimizer"], 0.0), []
     for host in fleet.fakes.values():
-        monkeypatch.setattr(host, "probe", lambda asked, probe=host.probe: _with_versions(probe(asked)))
+        monkeypatch.setattr(host, "probe", lambda request, probe=host.probe: _with_versions(probe(request)))
     launch(request, list(fleet.hosts.values()), fleet, on_line=lines.append)
     told = [line for line in lines if line.startswith("note: torch 2.15.0 keeps the FP32 gradients of every unit")]
     assert told
@@ -193,8 +193,8 @@ def test_a_launch_tells_and_refuses_what_is_known_to_go_wrong_with_the_hosts_ver
     assert alive(fleet) == []
 
 
-def _with_versions(answers, **versions):
-    return [dataclasses.replace(each, versions=versions or {"torch": "2.15.0"}) for each in answers]
+def _with_versions(facts, **versions):
+    return dataclasses.replace(facts, versions=versions or {"torch": "2.15.0"})
 
 
 @pytest.mark.parametrize("odd", [(), ("b",), NAMES])
@@ -202,7 +202,7 @@ def test_hosts_with_other_code_are_refused_and_an_operator_with_other_code_is_to
     for name, host in fleet.fakes.items():
         code = "0.2.0+0000" if name in odd else code_version()
         monkeypatch.setattr(
-            host, "probe", lambda asked, probe=host.probe, it=code: _with_versions(probe(asked), llama405b=it)
+            host, "probe", lambda request, probe=host.probe, it=code: _with_versions(probe(request), llama405b=it)
         )
     request, lines = parse_launch(["--run", "r", "--", "mine.py"], 0.0), []
     if odd == ("b",):

@@ -11,7 +11,6 @@ from run_rig import plan
 
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.records import CauseKind, Metrics, RequestKind
-from llama405b_tools.agent.messages import AskRequest
 from llama405b_tools.run.backends import HostsBackend
 from llama405b_tools.verbs import ask
 
@@ -71,20 +70,19 @@ def test_a_run_of_which_one_host_is_left_is_found(tmp_path, monkeypatch):
 
 def test_a_run_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch):
     monkeypatch.setattr(ask, "POLL_S", 0.01)
-    wanted = AskRequest("r", RequestKind.STACKS, "me@here")
     with running_fleet(("a",), plan("-m", "llama405b.train", attempt=1, created=1.0)) as fleet:
         faults = fleet.fakes["a"].faults
-        faults |= {"ask": '{"id": "1"}', "answer": '{"answer": null, "alive": true}'}
+        faults |= {"ask": '{"result": "1"}', "answer": '{"result": {"answer": null, "alive": true}}'}
         with pytest.raises(
             RunError, match=r"run r has not answered for 0\.1s: its step is longer than that, or it hangs"
         ):
-            ask.send_request(fleet, "a", wanted, 0.1)
-        faults["answer"] = '{"answer": null, "alive": false}'
+            ask.send_request(fleet, "a", "r", RequestKind.STACKS, 0.1)
+        faults["answer"] = '{"result": {"answer": null, "alive": false}}'
         with pytest.raises(RunError, match="run r ended before it answered"):
-            ask.send_request(fleet, "a", wanted, 5.0)
-        faults["ask"] = '{"id": ""}'
+            ask.send_request(fleet, "a", "r", RequestKind.STACKS, 5.0)
+        faults["ask"] = '{"result": ""}'
         with pytest.raises(RunError, match="run r is not running on a, the host of its rank 0"):
-            ask.send_request(fleet, "a", wanted, 5.0)
+            ask.send_request(fleet, "a", "r", RequestKind.STACKS, 5.0)
 
 
 @pytest.fixture

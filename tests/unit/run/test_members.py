@@ -26,7 +26,7 @@ def fleet(monkeypatch, tmp_path):
     with FakeFleet(("a", "b", "c")) as found:
         for name in "ab":
             found.fakes[name].plan, found.fakes[name].alive = plan("-m", "mine", created=1.0), True
-            found.fakes[name].status = NodeStatus(name, NodeState.RUNNING, 2, 1, 1)
+            found.fakes[name].node_status = NodeStatus(name, NodeState.RUNNING, 2, 1, 1)
         del found.hosts["a"]
         for verb in (stop, status):
             monkeypatch.setattr(verb, "Fleet", lambda hosts: contextlib.nullcontext(found))
@@ -77,7 +77,7 @@ def test_a_host_that_cannot_be_reached_is_not_called_ended(fleet, capsys):
 
 
 def test_status_asks_the_hosts_that_the_file_lacks(fleet, capsys):
-    (fleet.fakes["a"].alive, fleet.fakes["a"].status) = (False, None)
+    (fleet.fakes["a"].alive, fleet.fakes["a"].node_status) = (False, None)
     del fleet.hosts["c"]
     assert status.main(["--run", "r"]) == 1
     assert "never started" in rows(capsys.readouterr().out)["a"]
@@ -109,10 +109,10 @@ def test_a_run_that_is_stopped_on_some_hosts_only_is_not_well(fleet):
     fleet.hosts |= {"a": fleet.hosts["b"]}
     stopped = fleet.fakes["b"]
     stopped.alive, stopped.stopped_by = False, "me@here"
-    stopped.status = NodeStatus("b", NodeState.STOPPED, 2, 1, 1)
+    stopped.node_status = NodeStatus("b", NodeState.STOPPED, 2, 1, 1)
     (failure,) = failures_of({name: found for name, found in ask_hosts(fleet, "r")[1].items() if name != "c"})
     assert (failure.host, failure.cause.kind, failure.cause.by) == ("a", CauseKind.HALF_STOPPED, "me@here")
-    fleet.fakes["a"].status = NodeStatus("a", NodeState.RUNNING, 3, 1, 1)  # a new launch, which is on its way to b
+    fleet.fakes["a"].node_status = NodeStatus("a", NodeState.RUNNING, 3, 1, 1)  # a new launch, which is on its way to b
     assert failures_of({name: found for name, found in ask_hosts(fleet, "r")[1].items() if name != "c"}) == []
 
 
@@ -121,7 +121,7 @@ def test_a_host_that_an_interrupted_launch_did_not_reach_has_lost_no_files(fleet
     fleet.fakes["b"].plan = None
     assert states_of(ask_hosts(fleet, "r")[1])["b"].state is RunState.FILES_GONE
     fleet.fakes["a"].blames = (FailureRecord(2, "a", Cause(CauseKind.NOT_KEPT, "a")),)
-    fleet.fakes["a"].alive, fleet.fakes["a"].status = False, NodeStatus("a", NodeState.KILLED, 2, 1, 1, signal=15)
+    fleet.fakes["a"].alive, fleet.fakes["a"].node_status = False, NodeStatus("a", NodeState.KILLED, 2, 1, 1, signal=15)
     _, seen = ask_hosts(fleet, "r")
     assert states_of(seen)["b"].state is RunState.NEVER_STARTED
     assert CauseKind.NOT_KEPT not in [failure.cause.kind for failure in failures_of(seen)]

@@ -37,7 +37,7 @@ def test_the_host_where_it_began_is_first(fleet):
     causes = {"a": Cause(CauseKind.LOST_PEER, "a", 0), "b": Cause(CauseKind.RANK_KILLED, "b", 1, signal=9)}
     for name, cause in causes.items():
         host = fleet.fakes[name]
-        host.alive, host.status = False, over(name, cause).node.status
+        host.alive, host.node_status = False, over(name, cause).node.status
     failures = failures_of(ask_hosts(fleet, "r")[1])
     assert [failure.cause for failure in failures] == list(causes.values())
     assert judge.first_failure(failures).host == "b"
@@ -92,7 +92,7 @@ def hang(fleet):
     watch = watch_run(fleet, following, Pace(load_s=3540.0, min_hang_s=300.0))
     for name, host in fleet.fakes.items():  # what each node runner saw of it
         seen = Cause(CauseKind.SIGNAL, name, signal=15)
-        host.status = dataclasses.replace(over(name, seen).node.status, state=NodeState.KILLED, signal=15)
+        host.node_status = dataclasses.replace(over(name, seen).node.status, state=NodeState.KILLED, signal=15)
     return watch.worst_failure()
 
 
@@ -111,11 +111,11 @@ def test_a_hang_of_an_attempt_before_is_told_as_well(fleet):
     decided = hang(fleet)
     for host in fleet.fakes.values():
         host.ends, host.alive, host.plan = (
-            (host.status,),
+            (host.node_status,),
             True,
             plan("-m", "mine", created=1.0),
         )
-        host.status = dataclasses.replace(host.status, state=NodeState.RUNNING, attempt=2, cause=None)
+        host.node_status = dataclasses.replace(host.node_status, state=NodeState.RUNNING, attempt=2, cause=None)
     _, seen = ask_hosts(fleet, "r")
     assert failures_of(seen) == []
     failed, lines = log_reader.find_first_error(fleet, "r", seen)
@@ -129,7 +129,11 @@ def test_ends_are_ordered_whatever_the_hosts_clocks_say(fleet):
     for name, (clock, ago) in {"a": (5000.0, 3.0), "b": (9000.0, 4.0)}.items():
         host = fleet.fakes[name]
         end = dataclasses.replace(over(name, killed[name]).node.status, time=clock - ago)
-        host.ends, host.now, host.status = (end,), clock, dataclasses.replace(end, state=NodeState.RUNNING, cause=None)
+        host.ends, host.now, host.node_status = (
+            (end,),
+            clock,
+            dataclasses.replace(end, state=NodeState.RUNNING, cause=None),
+        )
     _, lines = log_reader.find_first_error(fleet, "r", ask_hosts(fleet, "r")[1])
     assert "b: " in lines[0]
     assert "and after it: a" in lines[-1]

@@ -63,10 +63,10 @@ def test_what_a_host_sends_is_cleaned_as_it_arrives_but_for_line_breaks_and_what
     plan = Plan("r", 1, 0.0, "x", odd, (odd,), (odd,), (node,), owner=odd, setup=odd)
     tidied = dataclasses.replace(node, name=line)
     tidied_plan = dataclasses.replace(plan, endpoint=line, secrets=(line,), nodes=(tidied,), owner=line)
-    assert read_message(Plan, reader.dumps(plan), "it") == tidied_plan
+    assert read_message(Plan, reader.dumps(plan)) == tidied_plan
     log = StreamMessage(entries=((0.0, odd, odd),), marks={odd: (1, 2)})  # whoever shows a log cleans it
-    assert read_message(StreamMessage, reader.dumps(log), "it") == log
+    assert read_message(StreamMessage, reader.dumps(log)) == log
     smi = SmiAnswer("a, 1\nb, 2\n", apps="1\n2", nvlink="GPU 0\n\t Link")  # which are read line by line
-    assert read_message(SmiAnswer, reader.dumps(smi), "it") == smi
+    assert read_message(SmiAnswer, reader.dumps(smi)) == smi
     frame = json.dumps({"smi": {"text": odd}, "kernel": [odd, 1, None]})
     assert event_sources._parse_frame(frame) == {"smi": {"text": lines}, "kernel": [lines, 1, None]}

@@ -4,7 +4,7 @@ import pytest
 
 from conftest import ROOT
 from llama405b.contract.errors import UserError
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b.spec import probes
 from llama405b.spec.probes import Figure, Probe, ProbeResult
 

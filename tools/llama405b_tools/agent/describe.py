@@ -29,6 +29,7 @@ from llama405b.contract.records import (
     Heartbeat,
     NodeState,
     NodeStatus,
+    RequestKind,
     RunEvent,
     RunRequest,
     StopMark,
@@ -37,17 +38,11 @@ from llama405b.spec.plan import Node, Plan, read_plan
 from llama405b_tools.agent import processes
 from llama405b_tools.agent.messages import (
     AnswerReply,
-    AnswerRequest,
-    AskReply,
-    AskRequest,
     CheckpointPart,
     HostRun,
     PartsReply,
-    PartsRequest,
-    PlanRequest,
     RankHeartbeat,
     StatusReply,
-    StatusRequest,
 )
 from llama405b_tools.agent.processes import (
     is_alive,
@@ -65,26 +60,26 @@ LAST_BYTES = 4096  # of the metrics file, enough for its last line
 NO_STOP = StopMark("")
 
 
-def status(request: StatusRequest) -> StatusReply:
-    """Return the state of every run of this host, newest first.
+def status(host: str, run: str | None = None) -> StatusReply:
+    """Return the state of this run on the host, or of every run there, newest first.
 
     State, heartbeats of its ranks, last step and checkpoint.
     """
     plans, other_hosts = [], list[str]()
-    for name in [path.name for path in Path("runs").glob("*") if request.run in (None, path.name)]:
+    for name in [path.name for path in Path("runs").glob("*") if run in (None, path.name)]:
         plan = read_plan(resolve_run_dir(name))
-        if plan.find_node(request.host):
+        if plan.find_node(host):
             plans.append((name, plan))
-        elif request.run:
+        elif run:
             other_hosts = [node.name for node in plan.nodes]
     plans.sort(key=lambda entry: entry[1].created, reverse=True)
-    runs = tuple(describe_run(resolve_run_dir(name), plan, request.host) for name, plan in plans[:MAX_RUNS])
+    runs = tuple(describe_run(resolve_run_dir(name), plan, host) for name, plan in plans[:MAX_RUNS])
     return StatusReply(runs, tuple(other_hosts))
 
 
-def planned(request: PlanRequest) -> Plan:
+def planned(run: str) -> Plan:
     """Return the plan of a run's newest attempt."""
-    return read_plan(resolve_run_dir(request.run))
+    return read_plan(resolve_run_dir(run))
 
 
 def list_ends(run: RunDir, host: str) -> tuple[NodeStatus, ...]:
@@ -186,16 +181,16 @@ def read_save_state(run: RunDir, attempt: int, beat: Heartbeat | None) -> tuple[
     return median_save_s(save_events).get("checkpoint", 0.0), save_error, after_save_error  # type: ignore[no-untyped-call]
 
 
-def parts(request: PartsRequest) -> PartsReply:
+def parts(run: str) -> PartsReply:
     """List this host's checkpoint files: its own part of each checkpoint, and copies of other parts."""
-    run = resolve_run_dir(request.run)
-    root = checkpoint_root(run, read_plan(run)).absolute()
+    run_dir = resolve_run_dir(run)
+    root = checkpoint_root(run_dir, read_plan(run_dir)).absolute()
     if not root.is_dir():
         return PartsReply("")
     paths = itertools.chain(
         list_committed(root), *(list_committed(copies) for copies in sorted(root.glob(f"{REPLICA_PREFIX}*")))
     )
-    candidates = [_read_part(path, request.run) for path in paths]
+    candidates = [_read_part(path, run) for path in paths]
     return PartsReply(str(root), tuple(part for part in candidates if part))
 
 
@@ -224,22 +219,21 @@ def _read_part(path: Path, run: str) -> CheckpointPart | None:
 MAX_ANSWER_EVENTS = 100  # events among which an answer is looked for
 
 
-def ask(request: AskRequest) -> AskReply:
-    """Write a request for the trainer to read."""
-    run = resolve_run_dir(request.run)
-    if not _is_head_alive(request.run):
-        return AskReply("")
+def ask(run: str, kind: RequestKind, by: str, steps: int = 1) -> str:
+    """Write a request for the trainer to read; return its ID, "" if the run is not alive here."""
+    if not _is_head_alive(run):
+        return ""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-    record = RunRequest(name, request.kind, request.by, time.time(), request.steps)
-    write_json(run.requests / f"{name}.json", record)
-    return AskReply(name)
+    record = RunRequest(name, kind, by, time.time(), steps)
+    write_json(resolve_run_dir(run).requests / f"{name}.json", record)
+    return name
 
 
-def answer(request: AnswerRequest) -> AnswerReply:
-    """Return the answer to a request, if rank 0 has written it."""
-    alive = _is_head_alive(request.run)  # looked at first: a run that ends now may have answered before
-    events = read_records(RunEvent, resolve_run_dir(request.run).events("rank-0"), MAX_ANSWER_EVENTS)
-    result_event = next((event for event in reversed(events) if event.request == request.id), None)
+def answer(run: str, request: str) -> AnswerReply:
+    """Return the answer to the request with this ID, if rank 0 has written it."""
+    alive = _is_head_alive(run)  # looked at first: a run that ends now may have answered before
+    events = read_records(RunEvent, resolve_run_dir(run).events("rank-0"), MAX_ANSWER_EVENTS)
+    result_event = next((event for event in reversed(events) if event.request == request), None)
     return AnswerReply(result_event, alive)
 
 

@@ -48,15 +48,6 @@ from llama405b_tools.text.words import BlockSplitter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EvidenceRequest:
-    """Ask what a run's ranks on a host are doing."""
-
-    run: str
-    host: str
-    window_s: float = 1.5  # over which is counted what they do
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class StalledConnection:
     """A connection whose peer does not acknowledge sent data."""
 
@@ -435,26 +426,26 @@ FLIGHT_TIMEOUT_S = 4.0  # until NCCL's flight recorder has written
 RAS_PORT, RAS_TIMEOUT_S, MAX_RAS_BYTES = 28028, 3.0, 1 << 18  # of NCCL's RAS, which a process of each host serves
 
 
-def evidence(request: EvidenceRequest) -> HostEvidence:
-    """Observe every rank of this host over a short window."""
-    run, host = resolve_run_dir(request.run), request.host
-    plan = read_plan(run)
+def evidence(run: str, host: str, window_s: float = 1.5) -> HostEvidence:
+    """Observe every rank of this host over a window of at least ``window_s``."""
+    run_dir = resolve_run_dir(run)
+    plan = read_plan(run_dir)
     node = plan.find_node(host)
     if node is None:
         return HostEvidence(host, time.time())
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        conditions = pool.submit(_read_conditions, run, plan, node, pool)
-        ranks, window_s = _collect_ranks(run, plan, node, request.window_s, pool)
+        conditions = pool.submit(_read_conditions, run_dir, plan, node, pool)
+        ranks, observed_s = _collect_ranks(run_dir, plan, node, window_s, pool)
         return HostEvidence(
             host,
             time.time(),
             plan.attempt,
-            alive=is_run_alive(run, plan, host),
+            alive=is_run_alive(run_dir, plan, host),
             address=node.address,
             interface=node.interface,
-            window_s=window_s,
+            window_s=observed_s,
             ranks=ranks,
-            progress=_read_progress(run, plan) if node == plan.nodes[0] else RunProgress(),
+            progress=_read_progress(run_dir, plan) if node == plan.nodes[0] else RunProgress(),
             around=conditions.result(),
         )
 

@@ -87,7 +87,6 @@ class ProbeRequest:
     token: str
     packages: tuple[str, ...]
     places: Mapping[str, str]  # cache and scratch from the hosts file, CHECKPOINTS and EXPORT
-    is_head: bool = False
     candidates: tuple[str, ...] = ()  # addresses that the head may have
     inputs: InputCheck | None = None
     weights: str = ""  # directory of the checkpoint to look for; "": none
@@ -158,16 +157,16 @@ class LaunchFacts:
 TABLE_READER = ("llama405b.data.documents", "first_rows")  # the trainer's, which needs pyarrow
 
 
-def probe(request: ProbeRequest) -> None:
-    """Print what launch must know about this host; starts nothing.
+def probe(request: ProbeRequest) -> LaunchFacts:
+    """Return what launch must know about a host other than the head; starts nothing."""
+    shared_directory = _shared_directory(request)
+    shares = hostprobe.sees_canary(shared_directory, request.token) if shared_directory else None
+    return dataclasses.replace(_collect_facts(request), shares=shares)
 
-    The head keeps listening for the other hosts until its input closes.
-    """
-    facts, shared_directory = _collect_facts(request), str(Path(request.shared).expanduser()) if request.shared else ""
-    if not request.is_head:
-        shares = hostprobe.sees_canary(shared_directory, request.token) if shared_directory else None
-        print(reader.dumps(dataclasses.replace(facts, shares=shares)), flush=True)
-        return
+
+def probe_head(request: ProbeRequest) -> None:
+    """Print what launch must know about the head, and listen for the other hosts until its input closes."""
+    facts, shared_directory = _collect_facts(request), _shared_directory(request)
     listener = hostprobe.Listener(request.port, request.token)
     canary = hostprobe.write_canary(shared_directory, request.token)
     try:
@@ -178,6 +177,10 @@ def probe(request: ProbeRequest) -> None:
         sys.stdin.read()
     finally:
         hostprobe.remove_canary(canary)
+
+
+def _shared_directory(request: ProbeRequest) -> str:
+    return str(Path(request.shared).expanduser()) if request.shared else ""
 
 
 def _collect_facts(request: ProbeRequest) -> LaunchFacts:

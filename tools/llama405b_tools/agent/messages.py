@@ -4,7 +4,6 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from llama405b.contract.accounting import Account
 from llama405b.contract.checkpoints import STEP_DIR, CopiedStep
 from llama405b.contract.errors import fmt_if
 from llama405b.contract.reader import AS_WRITTEN
@@ -16,26 +15,10 @@ from llama405b.contract.records import (
     Heartbeat,
     MetricsLine,
     NodeStatus,
-    RequestKind,
     RunEvent,
 )
 from llama405b.settings.axes import Axes
 from llama405b.spec.plan import Plan
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StatusRequest:
-    """Ask which runs the host knows."""
-
-    host: str
-    run: str | None = None  # None: the newest
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """Ask for the ``Plan`` of the run's newest attempt."""
-
-    run: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,20 +85,6 @@ RELEASE = "cut\n"  # sent to a tether, so that it ends nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StopRequest:
-    """End a run on this host."""
-
-    run: str
-    host: str
-    only: str | None = None  # the rendezvous id of one launch; another launch is not touched
-    by: str = ""  # who stopped it for good; then no restart follows
-    grace_s: float = 0.0  # for the trainer to save first
-    blame: FailureRecord | None = None  # why the attempt is ended, if it failed; the first one is kept
-    hard: bool = False  # as a crash would
-    discard: bool = False  # delete a rehearsal's checkpoints
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class StopReply:
     """The outcome on this host."""
 
@@ -136,13 +105,6 @@ class StopReply:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OrphansRequest:
-    """Ask what is left of runs whose node runner is gone."""
-
-    end: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Orphan:
     """The processes of one run on this host."""
 
@@ -150,13 +112,6 @@ class Orphan:
     pids: tuple[int, ...]
     what: str  # the first one's command line
     left: tuple[int, ...]  # after ending them, if that was requested
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OrphansReply:
-    """What is left, by run."""
-
-    orphans: tuple[Orphan, ...]
 
 
 HEARTBEAT_INTERVAL_S = 2.0  # how often a host sends its ranks' heartbeats, if they are asked for
@@ -210,73 +165,11 @@ class StreamMessage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AskRequest:
-    """Pass a request to a run that trains; sent to the head."""
-
-    run: str
-    kind: RequestKind
-    by: str
-    steps: int = 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AskReply:
-    """The request was written."""
-
-    id: str  # its answer is an event with this id; "": the run is not alive here
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """Look for the answer to a request; sent to the head."""
-
-    run: str
-    id: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class AnswerReply:
     """The answer, if there is one, and whether the run is alive; only a live run can still answer."""
 
     answer: RunEvent | None
     alive: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeadRequest:
-    """Ask the host that has rank 0."""
-
-    run: str
-    host: str  # its name
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AccountReply:
-    """The account; None if this host has no metrics of the run."""
-
-    account: Account | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GuardNote:
-    """What a run's guard is doing now; it is known to have been alive when this note arrived."""
-
-    run: str
-    host: str
-    only: str  # the rendezvous id of the launch that it guards; a later one's guard, if any, is another
-    state: GuardState
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MachineRequest:
-    """Ask which machine the host is."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MachineName:
-    """The machine, as ``guarding.machine_id`` names it."""
-
-    machine: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -286,13 +179,6 @@ class DiskSpace:
     path: str
     free_bytes: int
     total_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NoteReply:
-    """The host has stored the note."""
-
-    disks: tuple[DiskSpace, ...] = ()  # the host's, or those that it shares
 
 
 COMMIT = "keep\n"  # sent to a starting host once all hosts are up
@@ -346,13 +232,6 @@ class Committed:
     """The host has received the order to keep its part, and obeys unless somebody stopped the run."""
 
     stopped_by: str = ""  # who did
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PartsRequest:
-    """List the files on this host that an export of the run's checkpoints needs."""
-
-    run: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -38,10 +38,6 @@ from llama405b_tools import parsers
 from llama405b_tools.agent.messages import (
     TMUX_START_TIMEOUT_S,
     DiskSpace,
-    GuardNote,
-    MachineName,
-    MachineRequest,
-    NoteReply,
 )
 
 PROGRAM_KIND_FLAGS = (
@@ -573,15 +569,19 @@ GUARD_SESSION = "guard"
 DISMISS_TIMEOUT_S = 10.0
 
 
-def note(request: GuardNote) -> NoteReply:
-    """Store the guard's note, unless the run is no longer the guard's, or somebody has stopped both."""
-    run = resolve_run_dir(request.run)
-    plan = read_plan(run)
-    stop_record = read_record(StopMark, run.stop(request.host))
-    if plan.rdzv_id == request.only and not (stop_record and stop_record.by):
+def note(run: str, host: str, only: str, state: GuardState) -> tuple[DiskSpace, ...]:
+    """Store what a run's guard does now, and return the run's disks: the host's, or those that it shares.
+
+    ``only``: the rendezvous id of the launch that it guards; a later launch's guard, if any, is another. Nothing is stored if
+    somebody has stopped run and guard.
+    """
+    run_dir = resolve_run_dir(run)
+    plan = read_plan(run_dir)
+    stop_record = read_record(StopMark, run_dir.stop(host))
+    if plan.rdzv_id == only and not (stop_record and stop_record.by):
         with contextlib.suppress(OSError):  # a full disk: the answer says so
-            write_guard_note(run, request.host, request.state)
-    return NoteReply(list_disks(run.path, Path(plan.checkpoint_dir or run.path)))
+            write_guard_note(run_dir, host, state)
+    return list_disks(run_dir.path, Path(plan.checkpoint_dir or run_dir.path))
 
 
 def list_disks(*paths: Path) -> tuple[DiskSpace, ...]:
@@ -626,11 +626,6 @@ def machine_id() -> str:
     return " ".join(
         [socket.gethostname(), *(path.read_text(encoding="ascii").strip() for path in files if path.exists())]
     )
-
-
-def identify(request: MachineRequest) -> MachineName:  # noqa: ARG001 - its type is what the agent reads
-    """Return which machine this is."""
-    return MachineName(machine_id())
 
 
 def is_from_this_machine(guard: GuardState) -> bool:

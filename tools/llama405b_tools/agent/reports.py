@@ -27,10 +27,6 @@ from llama405b.settings.axes import Axes
 from llama405b.spec.plan import read_plan
 from llama405b_tools.agent.describe import checkpoint_root, is_run_alive, list_ends, load_manifest
 from llama405b_tools.agent.machine import first_gpu, list_working_gpus
-from llama405b_tools.agent.messages import (
-    AccountReply,
-    HeadRequest,
-)
 from llama405b_tools.agent.processes import resolve_run_dir
 
 MAX_POINTS = 1500  # of a curve: more than a screen has columns
@@ -144,13 +140,13 @@ def iterate_evaluations(lines: Sequence[Metrics | EvaluationMetrics]) -> Iterato
             yield line.step, line.time, line.evaluation_loss
 
 
-def account_of(request: HeadRequest) -> AccountReply:
-    """Return how the run's time was spent."""
-    run = resolve_run_dir(request.run)
-    plan = read_plan(run)
-    steps = [line for line in read_records(METRICS_LINE, run.metrics, UNLIMITED) if isinstance(line, Metrics)]
-    attempts = list_attempts(run, request.host, plan.attempt, steps, alive=is_run_alive(run, plan, request.host))
-    return AccountReply(account_of_attempts(run, request.host, attempts, steps, plan.world_size))
+def account_of(run: str, host: str) -> Account | None:
+    """Return how the run's time was spent, from the files of the host of rank 0; None if it has no metrics."""
+    run_dir = resolve_run_dir(run)
+    plan = read_plan(run_dir)
+    steps = [line for line in read_records(METRICS_LINE, run_dir.metrics, UNLIMITED) if isinstance(line, Metrics)]
+    attempts = list_attempts(run_dir, host, plan.attempt, steps, alive=is_run_alive(run_dir, plan, host))
+    return account_of_attempts(run_dir, host, attempts, steps, plan.world_size)
 
 
 def account_of_attempts(
@@ -201,19 +197,19 @@ def list_attempts(
     return attempts
 
 
-def report_of(request: HeadRequest) -> ReportReply:
+def report_of(run: str, host: str) -> ReportReply:
     """Return the contents of the run's files, with curves reduced to what a screen can show."""
-    run = resolve_run_dir(request.run)
-    plan = read_plan(run)
-    lines, alive = read_records(METRICS_LINE, run.metrics, UNLIMITED), is_run_alive(run, plan, request.host)
+    run_dir = resolve_run_dir(run)
+    plan = read_plan(run_dir)
+    lines, alive = read_records(METRICS_LINE, run_dir.metrics, UNLIMITED), is_run_alive(run_dir, plan, host)
     steps = [line for line in lines if isinstance(line, Metrics)]
-    attempts = list_attempts(run, request.host, plan.attempt, steps, alive=alive)
+    attempts = list_attempts(run_dir, host, plan.attempt, steps, alive=alive)
     checkpoint, settings = None, ""
     with contextlib.suppress(OSError):
-        checkpoint = find_newest_complete(checkpoint_root(run, plan))
+        checkpoint = find_newest_complete(checkpoint_root(run_dir, plan))
     manifest = load_manifest(checkpoint) if checkpoint else None
     with contextlib.suppress(OSError):
-        settings = run.config.read_text(encoding="utf-8")
+        settings = run_dir.config.read_text(encoding="utf-8")
     return ReportReply(
         now=time.time(),
         created=plan.created,
@@ -224,13 +220,13 @@ def report_of(request: HeadRequest) -> ReportReply:
         expected_step_s=plan.expected_step_s,
         alive=alive,
         attempts=tuple(attempts),
-        account=account_of_attempts(run, request.host, attempts, steps, plan.world_size),
+        account=account_of_attempts(run_dir, host, attempts, steps, plan.world_size),
         points=tuple(iterate_points(steps)),
         last=steps[-1] if steps else None,
         evaluations=tuple(iterate_evaluations(lines)),
-        events=tuple(read_records(RunEvent, run.events("rank-0"), UNLIMITED)),
-        samples=tuple(read_records(PromptSample, run.samples, MAX_SAMPLES)),
-        sequences=tuple(read_records(SequencePreview, run.sequences, UNLIMITED)),
+        events=tuple(read_records(RunEvent, run_dir.events("rank-0"), UNLIMITED)),
+        samples=tuple(read_records(PromptSample, run_dir.samples, MAX_SAMPLES)),
+        sequences=tuple(read_records(SequencePreview, run_dir.sequences, UNLIMITED)),
         settings=settings,
         gpu="" if plan.slurm_job else first_gpu(list_working_gpus()[0])[0],  # a job's files are read on another machine
         checkpoint=str(checkpoint or ""),

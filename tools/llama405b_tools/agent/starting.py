@@ -30,13 +30,10 @@ from llama405b_tools.agent.messages import (
     START_TIMEOUT_S,
     Committed,
     Orphan,
-    OrphansReply,
-    OrphansRequest,
     StartFault,
     StartReply,
     StartRequest,
     StopReply,
-    StopRequest,
 )
 from llama405b_tools.agent.processes import (
     TMUX_END_TIMEOUT_S,
@@ -56,48 +53,62 @@ from llama405b_tools.agent.processes import (
 )
 
 
-def stop(request: StopRequest) -> StopReply:
-    """End every process of the run on this host, and report any that remain."""
-    run, host = resolve_run_dir(request.run), request.host
-    plan = read_plan(run)
-    if request.only not in (None, plan.rdzv_id):  # another launch's: not ours to end
-        return StopReply(known=True, was_alive=False, stopped_by=stopped_by(run, host))
-    was_alive = is_alive(run, host)
-    surviving_guard = _record_stop(run, request) if run.path.is_dir() else ()
+def stop(
+    run: str,
+    host: str,
+    *,
+    only: str | None = None,
+    by: str = "",
+    grace_s: float = 0.0,
+    blame: FailureRecord | None = None,
+    hard: bool = False,
+    discard: bool = False,
+) -> StopReply:
+    """End every process of the run on this host, and report any that remain.
+
+    ``only``: the rendezvous id of one launch; another launch is not touched. ``by``: who stops it for good; then no restart
+    follows. ``grace_s``: time for the trainer to save first. ``blame``: why the attempt is ended, if it failed; the first one is
+    kept. ``hard``: as a crash would. ``discard``: delete a rehearsal's checkpoints.
+    """
+    run_dir = resolve_run_dir(run)
+    plan = read_plan(run_dir)
+    if only not in (None, plan.rdzv_id):  # another launch's: not ours to end
+        return StopReply(known=True, was_alive=False, stopped_by=stopped_by(run_dir, host))
+    was_alive = is_alive(run_dir, host)
+    surviving_guard = _record_stop(run_dir, host, by, grace_s, blame) if run_dir.path.is_dir() else ()
     if was_alive:
-        stop_runner(run, host, request)
-    n_killed, remaining = processes.kill_marked(f"{run.path}:{host}")
-    _end_session(run, host)
+        stop_runner(run_dir, host, grace_s, hard=hard)
+    n_killed, remaining = processes.kill_marked(f"{run_dir.path}:{host}")
+    _end_session(run_dir, host)
     with contextlib.suppress(OSError):
-        run.secrets(host).unlink()
-    run.guard_order(host).unlink(missing_ok=True)
-    if request.discard and run.name.endswith(REHEARSAL) and not remaining:
-        shutil.rmtree(checkpoint_root(run, plan), ignore_errors=True)
-    has_files = run.path.is_dir() and (plan is NO_PLAN or plan.find_node(host) is not None)
+        run_dir.secrets(host).unlink()
+    run_dir.guard_order(host).unlink(missing_ok=True)
+    if discard and run.endswith(REHEARSAL) and not remaining:
+        shutil.rmtree(checkpoint_root(run_dir, plan), ignore_errors=True)
+    has_files = run_dir.path.is_dir() and (plan is NO_PLAN or plan.find_node(host) is not None)
     return StopReply(
         known=has_files or bool(n_killed or remaining),  # somebody may have deleted its files while it ran
         was_alive=was_alive,
         swept=n_killed,
         left=(*remaining, *surviving_guard),
-        stopped_by=stopped_by(run, host),
-        node=describe_run(run, plan, host),
+        stopped_by=stopped_by(run_dir, host),
+        node=describe_run(run_dir, plan, host),
     )
 
 
-def _record_stop(run: RunDir, request: StopRequest) -> tuple[int, ...]:
+def _record_stop(run: RunDir, host: str, by: str, grace_s: float, blame: FailureRecord | None) -> tuple[int, ...]:
     """Record who stops the run, or why it failed; return its guard's pid if that does not end.
 
     Somebody's stop also ends the guard.
     """
     surviving_guard: tuple[int, ...] = ()
-    if request.by:
-        write_json(run.stop(request.host), StopMark(request.by, request.grace_s, time.time()))
-        write_guard_note(run, request.host, None)
+    if by or grace_s:  # a time for saving alone is for a restart, which its guard does
+        write_json(run.stop(host), StopMark(by, grace_s, time.time()))
+    if by:
+        write_guard_note(run, host, None)
         surviving_guard = dismiss_guard(run)
-    elif request.grace_s:  # for a restart, which its guard does
-        write_json(run.stop(request.host), StopMark("", request.grace_s, time.time()))
-    if request.blame:
-        record_failure(run, request.host, request.blame)
+    if blame:
+        record_failure(run, host, blame)
     return surviving_guard
 
 
@@ -111,17 +122,17 @@ def _end_session(run: RunDir, host: str) -> None:
     remove_dead_sockets(ending_socket=tmux_socket(run))
 
 
-def tether(request: StopRequest) -> None:
-    """End the run when standard input closes, unless a release message arrives before.
+def tether(run: str, host: str) -> None:
+    """End a trial run when standard input closes, unless a release message arrives before.
 
     Standard input closes when the operator's process is gone.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.stdin.readline() != RELEASE:
-        stop(request)
+        stop(run, host, discard=True)
 
 
-def stop_runner(run: RunDir, host: str, request: StopRequest) -> None:
+def stop_runner(run: RunDir, host: str, grace_s: float = 0.0, *, hard: bool = False) -> None:
     """Tell the node runner to end the run, and wait; kill it if it does not end.
 
     Its guardian then ends the remaining processes.
@@ -130,8 +141,8 @@ def stop_runner(run: RunDir, host: str, request: StopRequest) -> None:
     if runner is None or not processes.is_same_process(runner.pid, runner.pid_start):
         return
     with contextlib.suppress(ProcessLookupError):
-        os.kill(runner.pid, signal.SIGKILL if request.hard else signal.SIGTERM)
-    deadline = time.monotonic() + request.grace_s + RUNNER_END_TIMEOUT_S
+        os.kill(runner.pid, signal.SIGKILL if hard else signal.SIGTERM)
+    deadline = time.monotonic() + grace_s + RUNNER_END_TIMEOUT_S
     while is_alive(run, host) and time.monotonic() < deadline:
         time.sleep(0.1)
     if is_alive(run, host):
@@ -139,7 +150,7 @@ def stop_runner(run: RunDir, host: str, request: StopRequest) -> None:
             os.kill(runner.pid, signal.SIGKILL)
 
 
-def orphans(request: OrphansRequest) -> OrphansReply:
+def orphans(*, end: bool) -> tuple[Orphan, ...]:
     """Find processes of runs whose node runner is gone, by run directory; with ``end``, end them."""
     entries = []
     for value, pids in sorted(processes.find_all_marked().items()):
@@ -148,10 +159,10 @@ def orphans(request: OrphansRequest) -> OrphansReply:
         command, remaining = "", pids
         with contextlib.suppress(OSError):
             command = sampler.read_command(pids[0])  # type: ignore[no-untyped-call]
-        if request.end:
+        if end:
             _, remaining = processes.kill_marked(value)
         entries.append(Orphan(value, tuple(pids), command, tuple(remaining)))
-    return OrphansReply(tuple(entries))
+    return tuple(entries)
 
 
 # after this host is up, for all others to come up; a broken link is noticed immediately
@@ -183,7 +194,7 @@ def start(request: StartRequest) -> None:
                 return
     if reply.fault not in FAULTS_BEFORE_START:
         blame = None if reply.fault else FailureRecord(plan.attempt, host, Cause(CauseKind.NOT_KEPT, host))
-        stop(StopRequest(plan.run, host, only=plan.rdzv_id, blame=blame))
+        stop(plan.run, host, only=plan.rdzv_id, blame=blame)
     sys.stdout = None  # nobody listens, and there is nothing more to report
 
 
@@ -193,7 +204,7 @@ def _start_node_runner(request: StartRequest) -> StartReply:
     run = resolve_run_dir(plan.run)
     start_lock = take_lock(run.start_lock(host))
     if start_lock and is_alive(run, host) and not is_run_active(run, host):
-        stop_runner(run, host, StopRequest(plan.run, host))  # the new attempt copies what is left
+        stop_runner(run, host)  # the new attempt copies what is left
     if start_lock:
         os.close(start_lock)  # it may have taken long, and hosts that share the directory take turns
     turn_lock = take_lock(run.turn, N_TURN_TRIES)  # of two simultaneous launches of one name, one is refused

@@ -17,7 +17,7 @@ from rich.console import Console
 from llama405b.contract import reader
 from llama405b.contract.errors import fmt_if
 from llama405b.spec.tensors import HostShard
-from llama405b_tools.agent import transfer
+from llama405b_tools.agent import relay, transfer
 from llama405b_tools.agent.transfer import (
     CHECK_CANARIES,
     BrokenLinkError,
@@ -210,7 +210,7 @@ class Chain:
 
         def start_relay(name: str) -> RelayReady:
             request = RelayRequest(self.targets[name], self.token, name)
-            self.dialogues[name] = self.fleet.open_session(name, "relay", request)
+            self.dialogues[name] = self.fleet.open_session(name, relay.relay, request)
             ready = self.dialogues[name].receive(RelayReady, READY_S)
             if ready.fault:
                 raise HostError(ready.fault)
@@ -266,7 +266,7 @@ class Chain:
         try:
             if self.source is None:
                 request = SendRequest(self.origin.path, downstream, self.origin.part, self.origin.names)
-                dialogue = self.fleet.open_session(self.origin.host, "send", request)
+                dialogue = self.fleet.open_session(self.origin.host, relay.send, request)
                 self.origin_fault = self._read_progress(self.origin.host, dialogue).fault
                 return
             with contextlib.closing(self._connect(first, downstream)) as link:

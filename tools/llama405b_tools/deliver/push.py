@@ -14,7 +14,8 @@ from llama405b.contract.errors import RunError, UserError, and_more, exit_code_f
 from llama405b.settings.axes import Axes
 from llama405b.settings.schema import Parallel
 from llama405b.spec.tensors import INDEX_FILE, SINGLE_FILE, HostShard
-from llama405b_tools.agent.messages import PartsReply, PartsRequest
+from llama405b_tools.agent import describe
+from llama405b_tools.agent.messages import PartsReply
 from llama405b_tools.agent.transfer import FileSource, open_files
 from llama405b_tools.deliver.chain import READY_S, Chain, Origin, PushProgress, show_progress
 from llama405b_tools.deliver.source_tree import SourceTree, push_tree
@@ -255,7 +256,7 @@ def collect(fleet: Fleet, run: str, step: int | None) -> CollectedCheckpoint:
         UserError: No host has a checkpoint of the run, or none is there as a whole.
         RunError: A host does not send; the same command resumes.
     """
-    outcomes = fleet.ask_all("parts", dict.fromkeys(fleet.hosts, PartsRequest(run)), PartsReply, PARTS_TIMEOUT_S)
+    outcomes = fleet.call_all(describe.parts, PARTS_TIMEOUT_S, run)
     if silent := failure_texts(outcomes):
         print(fault_list(silent, len(fleet.hosts), ""), flush=True)
     on_hosts = {name: reply for name, reply in replies(outcomes).items() if reply.parts}

@@ -28,7 +28,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Cause, CauseKind, EventKind, FailureRecord, GuardStage, GuardState, RunEvent
 from llama405b.spec.plan import Plan
 from llama405b_tools.agent import processes
-from llama405b_tools.agent.messages import GuardNote, HostRun, NoteReply
+from llama405b_tools.agent.messages import DiskSpace, HostRun
 from llama405b_tools.agent.processes import end_own_session, machine_id
 from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
 from llama405b_tools.hosts.inventory import Host
@@ -115,10 +115,13 @@ def _matches_request(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
     return bool(is_same_program and on_its_hosts and set(plan.secrets) == set(request.secrets))
 
 
-def send_guard_note(fleet: Fleet, plan: Plan, state: GuardState) -> dict[str, NoteReply]:
-    """Send every host of a run its guard's state; return the answers. A lost host gets it the next time."""
-    notes = {node.name: GuardNote(plan.run, node.name, plan.rdzv_id, state) for node in plan.nodes}
-    return replies(fleet.ask_all("note", notes, NoteReply, NOTE_TIMEOUT_S))
+def send_guard_note(fleet: Fleet, plan: Plan, state: GuardState) -> dict[str, tuple[DiskSpace, ...]]:
+    """Send every host of a run its guard's state; return the run's disks on each. A lost host gets it the next time."""
+
+    def send(name: str) -> tuple[DiskSpace, ...]:
+        return fleet.call(name, processes.note, NOTE_TIMEOUT_S, plan.run, name, plan.rdzv_id, state)
+
+    return replies(fleet.call_each(send, [node.name for node in plan.nodes]))
 
 
 NOT_ENDED_WELL, NOT_FOLLOWED = "because the run did not end well", "because nobody follows the run now"
@@ -381,7 +384,7 @@ class Guard:
                 log(f"{PAGED_NOTICES[event.kind]}: {event.detail}")
                 self.notify(PAGED_NOTICES[event.kind], event.detail)
 
-    def update_hosts(self) -> dict[str, NoteReply]:
+    def update_hosts(self) -> dict[str, tuple[DiskSpace, ...]]:
         """Send the hosts the guard's state; one call at a time, so that no older state arrives last."""
         with self.note_lock:
             return send_guard_note(self.fleet, self.plan, self.record)

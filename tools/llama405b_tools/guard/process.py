@@ -22,7 +22,7 @@ from llama405b.contract.software import module_argv
 from llama405b.spec.plan import Plan
 from llama405b_tools.agent import processes
 from llama405b_tools.agent.machine import check_writable_directory
-from llama405b_tools.agent.messages import START_REPLY_TIMEOUT_S, START_TIMEOUT_S, MachineName, MachineRequest
+from llama405b_tools.agent.messages import START_REPLY_TIMEOUT_S, START_TIMEOUT_S
 from llama405b_tools.agent.processes import guard_socket, resolve_run_dir, start_session, write_private
 from llama405b_tools.guard.guard import GuardInput
 from llama405b_tools.hosts.fleet import Fleet, is_local, program_name, ssh_user
@@ -126,26 +126,11 @@ SESSION_SCRIPT = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ConnectRequest:
-    """Ask a host to connect to these hosts, as a guard on it would."""
-
-    hosts: tuple[Host, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class ConnectReply:
     """The machine of each host, and why other hosts could not be queried."""
 
     machines: Mapping[str, str]
     faults: Mapping[str, str]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BeginReply:
-    """The guard's process ID on its host, or why it did not start."""
-
-    pid: int = 0
-    fault: str = ""
 
 
 def check_guard_host(name: str, request: LaunchRequest, fleet: Fleet) -> None:
@@ -158,12 +143,12 @@ def check_guard_host(name: str, request: LaunchRequest, fleet: Fleet) -> None:
     if name not in fleet.hosts:
         raise UserError(f"--guard-on: {name!r} is not in {request.hosts_file}; name a host of the run")
     try:
-        reply = fleet.ask(name, "connect", ConnectRequest(portable_hosts(fleet)), ConnectReply, START_REPLY_TIMEOUT_S)
+        reply = fleet.call(name, connect, START_REPLY_TIMEOUT_S, portable_hosts(fleet))
     except HostError as error:
         raise RunError(f"--guard-on: {name}: {error}") from None
     faults = dict(reply.faults)
-    for other, machine_reply in replies(_ask_machines(fleet)).items():
-        if reply.machines.get(other, machine_reply.machine) != machine_reply.machine:
+    for other, machine in replies(_ask_machines(fleet)).items():
+        if reply.machines.get(other, machine) != machine:
             faults[other] = f"it is another machine ({reply.machines[other].split()[0]}) than from here"
     if faults:
         why = fault_list(faults, len(fleet.hosts), "")
@@ -180,13 +165,13 @@ def begin_guard_on(name: str, request: LaunchRequest, plan: Plan, fleet: Fleet) 
     """
     guard_input = GuardInput(request, portable_hosts(fleet), plan)
     try:
-        reply = fleet.ask(name, "begin", guard_input, BeginReply, START_REPLY_TIMEOUT_S)
+        pid, fault = fleet.call(name, begin, START_REPLY_TIMEOUT_S, guard_input)
     except HostError as error:
         raise RunError(f"{name}: {error}") from None
-    if reply.fault:
-        raise RunError(f"{name}: {reply.fault}")
+    if fault:
+        raise RunError(f"{name}: {fault}")
     permission = "close this terminal" if is_local(fleet.hosts[name]) else "switch this machine off"
-    return f"on {name} as pid {reply.pid}; you can {permission}; its log there: {RunDir.from_name(plan.run).guard_log}"
+    return f"on {name} as pid {pid}; you can {permission}; its log there: {RunDir.from_name(plan.run).guard_log}"
 
 
 def portable_hosts(fleet: Fleet) -> tuple[Host, ...]:
@@ -197,19 +182,19 @@ def portable_hosts(fleet: Fleet) -> tuple[Host, ...]:
     )
 
 
-def connect(request: ConnectRequest) -> ConnectReply:
-    """Ask all hosts from this one which machines they are."""
-    with Fleet(request.hosts) as fleet:
+def connect(hosts: tuple[Host, ...]) -> ConnectReply:
+    """Ask all hosts from this one which machines they are, as a guard here would."""
+    with Fleet(hosts) as fleet:
         outcomes = _ask_machines(fleet)
-        return ConnectReply({name: reply.machine for name, reply in replies(outcomes).items()}, failure_texts(outcomes))
+        return ConnectReply(replies(outcomes), failure_texts(outcomes))
 
 
-def _ask_machines(fleet: Fleet) -> Outcomes[MachineName]:
-    return fleet.ask_all("identify", dict.fromkeys(fleet.hosts, MachineRequest()), MachineName, STATUS_TIMEOUT_S)
+def _ask_machines(fleet: Fleet) -> Outcomes[str]:
+    return fleet.call_all(processes.machine_id, STATUS_TIMEOUT_S)
 
 
-def begin(request: GuardInput) -> BeginReply:
-    """Start the guard on this host, and wait until it watches."""
+def begin(request: GuardInput) -> tuple[int, str]:
+    """Start the guard on this host, and wait until it watches; return its process ID, or why it did not start."""
     run = resolve_run_dir(request.plan.run)
     processes.dismiss_guard(run)  # the guard of an earlier launch of this name
     processes.end_guard_session(run)
@@ -222,11 +207,11 @@ def begin(request: GuardInput) -> BeginReply:
         pane = start_session(guard_socket(run), processes.GUARD_SESSION, argv)
     except RunError as error:
         order.unlink(missing_ok=True)
-        return BeginReply(fault=f"tmux could not start a session ({error})")
+        return 0, f"tmux could not start a session ({error})"
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and processes.start_time(pane) is not None:
         if (state := read_record(GuardState, run.guard)) and state.pid:
-            return BeginReply(state.pid)
+            return state.pid, ""
         time.sleep(0.05)
     last_line = last_or(run.guard_log.read_text(encoding="utf-8", errors="replace").splitlines())
-    return BeginReply(fault=f"the guard did not start ({last_line})")
+    return 0, f"the guard did not start ({last_line})"

@@ -23,12 +23,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from llama405b.contract import reader
 from llama405b.contract.errors import RunError, UserError, fmt_if, last_or, reason_of
 from llama405b.contract.files import check_only_owner_writes, write_json
+from llama405b.contract.software import code_version
 from llama405b_tools import parsers
+from llama405b_tools.hosts import calls
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.hosts.transport import (
     Connection,
@@ -42,10 +44,11 @@ from llama405b_tools.hosts.transport import (
 )
 from llama405b_tools.text.words import clean
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
+P = ParamSpec("P")
 T = TypeVar("T")
+M = TypeVar("M")
+AGENT, CLI = "llama405b_tools.agent.agent", "llama405b_tools.cli"
+VERSION_TIMEOUT_S = 30.0  # for a host to say which code it has
 EXIT_CODE_PREFIX = "llama405b-exit-code "  # after the output
 # All that the line starts is in this shell's process group, whose other processes end with standard input. On one line, for csh.
 RUN_WHILE_OPEN = (
@@ -63,9 +66,14 @@ def _default_fault(last_output: str) -> HostError:
 class JsonSession:
     """Exchanges JSON lines with a program over a stream."""
 
-    def __init__(self, stream: Stream, explain_fault: Callable[[str], HostError] = _default_fault) -> None:
-        """``explain_fault``: says why the program ended, from its last words."""
-        self.stream, self.explain_fault = stream, explain_fault
+    def __init__(
+        self,
+        stream: Stream,
+        explain_fault: Callable[[str], HostError] = _default_fault,
+        read: Callable[[type[Any], str], Any] = read_message,
+    ) -> None:
+        """``explain_fault``: says why the program ended, from its last words; ``read``: builds a message from a line."""
+        self.stream, self.explain_fault, self.read = stream, explain_fault, read
         self.replies: queue.Queue[tuple[str, float] | None] = queue.Queue()
         self.replied_at = 0.0  # when the last answer arrived, by this machine's clock
         self.last_output = ""  # its last output that was not an answer
@@ -84,7 +92,8 @@ class JsonSession:
         if reply is None:
             raise self.explain_fault(self.last_output)
         text, self.replied_at = reply
-        return read_message(reply_type, text, "its answer")
+        message: T = self.read(reply_type, text)
+        return message
 
     def send(self, text: str) -> None:
         """Write to its standard input.
@@ -244,48 +253,72 @@ class Fleet:
                 raise
         return outcomes
 
-    def ask_all(
-        self, action: str, requests: Mapping[str, "DataclassInstance"], reply_type: type[T], timeout_s: float
+    def call_all(
+        self, function: Callable[P, T], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> dict[str, T | HostError]:
-        """Run one action of the agent on each host that has a request."""
-        return self.call_each(lambda name: self.ask(name, action, requests[name], reply_type, timeout_s), requests)
+        """Call a function with the same arguments on every host; see ``call``."""
+        return self.call_each(lambda name: self.call(name, function, timeout_s, *args, **kwargs))
 
-    def ask(self, name: str, action: str, request: "DataclassInstance", reply_type: type[T], timeout_s: float) -> T:
-        """Run one action of the agent on a host.
+    def call(self, name: str, function: Callable[P, T], timeout_s: float, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what a function of ``agent.MODULES`` returns on a host.
 
         Raises:
-            HostError: The host cannot be reached, the agent cannot run on it, or its answer is invalid.
+            HostError: The host cannot be reached, the agent cannot run on it, or its answer is malformed.
         """
         connection = self.connection(name)
         try:
-            result = connection.run(self.command(name, action), reader.dumps(request) + "\n", timeout_s)
+            line = calls.encode_arguments(function, *args, **kwargs)
+            output = connection.run(self.command(name, AGENT, [function.__name__]), f"{line}\n", timeout_s)
         except HostError:
             self.forget(name)
             raise
-        final_line = last_or(result.out.splitlines())
-        if result.code or not final_line.startswith("{"):
-            last_output = last_or(result.err.strip().splitlines(), f"exit code {result.code}")
-            raise self.explain_fault(name, last_output, cannot_run=result.code in (126, 127))
-        return read_message(reply_type, final_line, "its answer")
+        final_line = last_or(output.out.splitlines())
+        if output.code or not final_line.startswith("{"):
+            last_output = last_or(output.err.strip().splitlines(), f"exit code {output.code}")
+            raise self.explain_fault(name, last_output, cannot_run=output.code in (126, 127))
+        reply: calls.Reply[T] = self.read_message(name, calls.reply_type(function), final_line)
+        return reply.result
 
-    def stream(self, name: str, action: str, request: "DataclassInstance") -> Stream:
-        """Run an action of the agent that continues until its standard input is closed.
-
-        Raises:
-            HostError: The host cannot be reached.
-        """
-        command = f"exec 2>&1; {self.command(name, action)}"  # so that its last words can be told
-        return self.connection(name).stream(command, reader.dumps(request) + "\n")
-
-    def open_session(self, name: str, action: str, request: "DataclassInstance") -> JsonSession:
-        """Run an action of the agent that replies and accepts further messages.
+    def stream(self, name: str, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Stream:
+        """Call a function that prints messages until its standard input is closed.
 
         Raises:
             HostError: The host cannot be reached.
         """
+        command = f"exec 2>&1; {self.command(name, AGENT, [function.__name__])}"  # so that its last words can be told
+        return self.connection(name).stream(command, f"{calls.encode_arguments(function, *args, **kwargs)}\n")
+
+    def open_session(self, name: str, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> JsonSession:
+        """Call a function that prints messages and accepts further ones.
+
+        Raises:
+            HostError: The host cannot be reached.
+        """
+        stream = self.stream(name, function, *args, **kwargs)
         return JsonSession(
-            self.stream(name, action, request), lambda last_output: self.explain_fault(name, last_output)
+            stream, functools.partial(self.explain_fault, name), functools.partial(self.read_message, name)
         )
+
+    def read_message(self, name: str, message_type: type[M], line: str) -> M:
+        """Build a message from a line that a host's agent sent; its text is cleaned here, once for all displays.
+
+        Raises:
+            HostError: It is malformed.
+        """
+        try:
+            return read_message(message_type, line)
+        except HostError as error:
+            raise HostError(f"{error}{self._version_difference(name)}") from None
+
+    def _version_difference(self, name: str) -> str:
+        """Return, as a clause, how the code on a host differs from that here; '' if it does not, or cannot be told."""
+        with contextlib.suppress(HostError):
+            output = self.connection(name).run(self.command(name, CLI, ["--version"]), "", VERSION_TIMEOUT_S)
+            version = re.search(r"^llama405b (\S+)", output.out, re.MULTILINE)
+            if version and version[1] != code_version():
+                setup = self.command_to_type("setup")
+                return f"; it runs llama405b {version[1]}, this machine {code_version()}: run `{setup}`"
+        return ""
 
     def explain_fault(self, name: str, last_output: str, *, cannot_run: bool = False) -> HostError:
         """Explain why the agent did not run on a host, from the last line that the shell or Python wrote there."""
@@ -302,6 +335,8 @@ class Fleet:
             return HostError(f"{python} has no llama405b in {workdir}; run `{setup}`, or set workdir= or python=")
         if parsers.NO_DIRECTORY.search(last_output):
             return HostError(f"there is no directory {workdir}; run `{setup}`, or set workdir=")
+        if last_output.startswith(calls.MALFORMED):
+            return HostError(f"{last_output.removeprefix(calls.MALFORMED).strip()}{self._version_difference(name)}")
         if cannot_run or re.match(
             rf"\S*sh:.*{re.escape(PurePosixPath(python).name)}\s?: ", last_output
         ):  # in any language
@@ -341,9 +376,12 @@ class Fleet:
         """Return a command about these hosts, to be typed by the user."""
         return command_to_type(verb, find_hosts_file(next(iter(self.hosts.values()))), run_name)
 
-    def command(self, name: str, action: str) -> str:
-        """Return the shell line for an action on a host."""
-        return agent_command(self.python(name), self.workdir(name), action, self.hosts[name].prefix)
+    def command(self, name: str, module: str, arguments: Sequence[str], setup: str = "") -> str:
+        """Return the shell line that starts a module of ours on a host, in its working directory; ``setup``: a line before."""
+        host = self.hosts[name]
+        lines = [host.prefix, f"cd {shell_path(self.workdir(name))}", setup]
+        start = module_line(shell_path(self.python(name)), module)
+        return " && ".join([*filter(None, lines), f"{start} {shlex.join(arguments)}"])
 
     def python(self, name: str) -> str:
         """Return the path of the interpreter on a host."""
@@ -363,12 +401,6 @@ def _connect(host: Host) -> Connection:
         return Ssh(host)
     except SameMachine:
         return Local()
-
-
-def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> str:
-    """Build the shell line that runs one action of the agent on a host; its request goes to standard input."""
-    start = module_line(shell_path(python), "llama405b_tools.agent.agent")
-    return f"{fmt_if('{} && ', prefix)}cd {shell_path(workdir)} && {start} {shlex.quote(action)}"
 
 
 def ssh_user(host: Host) -> str:

@@ -54,17 +54,17 @@ class HostError(RunError):
         self.kind = kind
 
 
-def read_message(message_type: type[T], line: str, label: str) -> T:
+def read_message(message_type: type[T], line: str) -> T:
     """Build a message from a line that a host sent; its text is cleaned here, once for all displays.
 
     Raises:
         HostError: It is malformed.
     """
     try:
-        message = reader.loads(message_type, line, label)
+        message = reader.loads(message_type, line, "its answer")
         return clean_value(message) if NEEDS_CLEANING.search(line) else message
     except ValueError as error:
-        raise HostError(f"{error}; do both ends run the same version?") from None
+        raise HostError(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

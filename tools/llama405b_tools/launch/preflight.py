@@ -24,6 +24,7 @@ from llama405b.settings.schema import Config
 from llama405b.spec.adapters import lora_shapes
 from llama405b.spec.plan import Plan
 from llama405b.spec.rules import check_mesh
+from llama405b_tools.agent import launch_facts
 from llama405b_tools.agent.launch_facts import CHECKPOINTS, EXPORT, InputCheck, LaunchFacts, ProbeRequest
 from llama405b_tools.agent.machine import DirectoryFault
 from llama405b_tools.hosts.fleet import Fleet, JsonSession, command_to_type, ssh_address
@@ -267,7 +268,9 @@ def probe_hosts(
             for host in hosts[1:]
         }
         outcomes: dict[str, LaunchFacts | HostError] = {head.name: head_facts}
-        outcomes |= fleet.ask_all("probe", requests, LaunchFacts, PROBE_TIMEOUT_S)
+        outcomes |= fleet.call_each(
+            lambda name: fleet.call(name, launch_facts.probe, PROBE_TIMEOUT_S, requests[name]), requests
+        )
     finally:
         if dialogue:
             dialogue.end_input()
@@ -295,9 +298,9 @@ def _ask_head(
     ports = [request.port] if request.port else random.sample(PORTS, PORT_TRIES)
     for port in ports:
         probe = _probe_request(request, head, port, token, is_head=True)
-        probe = dataclasses.replace(probe, is_head=True, inputs=_input_check(request))
+        probe = dataclasses.replace(probe, inputs=_input_check(request))
         try:
-            dialogue = fleet.open_session(head.name, "probe", probe)
+            dialogue = fleet.open_session(head.name, launch_facts.probe_head, probe)
             answer = dialogue.receive(LaunchFacts, PROBE_TIMEOUT_S)
         except HostError as error:
             return None, error, port

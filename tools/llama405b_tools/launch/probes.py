@@ -37,12 +37,14 @@ from llama405b.spec.probes import (
     format_result,
     supports_world_size,
 )
-from llama405b_tools.agent.messages import RELEASE, STOP_TIMEOUT_S, PartsReply, PartsRequest, StopReply, StopRequest
+from llama405b_tools.agent import describe, starting
+from llama405b_tools.agent.messages import RELEASE
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Stream, replies
 from llama405b_tools.launch.request import LaunchRequest
 from llama405b_tools.launch.start import check_and_plan, launch
+from llama405b_tools.run.backends import stop_hosts
 from llama405b_tools.run.follow import RunMonitor, watch_run
 from llama405b_tools.run.hang import Pace
 from llama405b_tools.run.judge import Failure, failure_words, unstopped_hosts
@@ -109,8 +111,8 @@ def run_probes(
 
 def stop_everywhere(plan: Plan, fleet: Fleet, *, hard: bool = False, discard: bool = False) -> None:
     """Stop a trial run on every host, whatever its attempt; with ``hard``, as a crash would."""
-    requests = {node.name: StopRequest(plan.run, node.name, hard=hard, discard=discard) for node in plan.nodes}
-    for name, why in unstopped_hosts(fleet.ask_all("stop", requests, StopReply, STOP_TIMEOUT_S)).items():
+    outcomes = stop_hosts(fleet, plan.run, [node.name for node in plan.nodes], hard=hard, discard=discard)
+    for name, why in unstopped_hosts(outcomes).items():
         raise RunError(f"{name}: {why}; `{fleet.command_to_type('stop', plan.run)}` ends what is left")
 
 
@@ -223,8 +225,7 @@ def last_loss(fleet: Fleet, plan: Plan) -> dict[int, float]:
 
 def saved_steps(fleet: Fleet, run: str) -> list[int]:
     """Return the saved steps, newest first; a save that is due during another one is put off."""
-    request = dict.fromkeys(fleet.hosts, PartsRequest(run))
-    answers = replies(fleet.ask_all("parts", request, PartsReply, STATUS_TIMEOUT_S)).values()
+    answers = replies(fleet.call_all(describe.parts, STATUS_TIMEOUT_S, run)).values()
     return sorted({part.step for reply in answers for part in reply.parts}, reverse=True)
 
 
@@ -252,7 +253,7 @@ class Leases:
                 raise RunError(f"{name}: {outcome}")
 
     def _acquire(self, name: str) -> None:
-        self.streams.append(self.fleet.stream(name, "tether", StopRequest(self.plan.run, name, discard=True)))
+        self.streams.append(self.fleet.stream(name, starting.tether, self.plan.run, name))
 
     def release(self) -> None:
         """Close the leases: the rehearsal was ended from here."""

@@ -16,7 +16,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import GuardState
 from llama405b.contract.software import DOCS
 from llama405b.settings import command, config
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b.settings.schema import Config
 from llama405b.spec.plan import check_run_name
 from llama405b.spec.rules import check_resume_changes, with_config

@@ -30,6 +30,7 @@ from llama405b.settings.schema import Config
 from llama405b.spec.adapters import adapter_label
 from llama405b.spec.plan import Plan
 from llama405b.spec.rules import rounding_note
+from llama405b_tools.agent import starting
 from llama405b_tools.agent.launch_facts import CHECKPOINTS, LaunchFacts
 from llama405b_tools.agent.messages import (
     COMMIT,
@@ -97,17 +98,17 @@ def start_run(
         )
         for node in plan.nodes
     }
-    starting: dict[str, JsonSession] = {}
+    sessions: dict[str, JsonSession] = {}
     try:
-        faults = _start_all(fleet, requests, starting)
+        faults = _start_all(fleet, requests, sessions)
     except BaseException:  # Ctrl-C as well: all or nothing
         show("stopping what was started", error=True)
-        _close_dialogues(starting)
+        _close_dialogues(sessions)
         stop_launch(plan, fleet)
         raise
-    _close_dialogues(starting)
+    _close_dialogues(sessions)
     if faults:
-        requested_hosts = [name for name in requests if name in starting or name in faults]
+        requested_hosts = [name for name in requests if name in sessions or name in faults]
         why = _roll_back(plan, faults, requested_hosts, fleet, hosts_arg)
         taken_hosts = {
             name
@@ -121,16 +122,16 @@ def start_run(
         write_json(RunDir.from_name(plan.run).plan, plan)
 
 
-def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dict[str, JsonSession]) -> Faults:
+def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], sessions: dict[str, JsonSession]) -> Faults:
     """Run both steps on every host; return faults by host."""
 
     def start_host(name: str) -> StartReply:
-        starting[name] = fleet.open_session(name, "start", requests[name])
-        return starting[name].receive(StartReply, START_REPLY_TIMEOUT_S)
+        sessions[name] = fleet.open_session(name, starting.start, requests[name])
+        return sessions[name].receive(StartReply, START_REPLY_TIMEOUT_S)
 
     def commit_host(name: str) -> StartReply:
-        starting[name].send(COMMIT)
-        by = starting[name].receive(Committed, START_REPLY_TIMEOUT_S).stopped_by
+        sessions[name].send(COMMIT)
+        by = sessions[name].receive(Committed, START_REPLY_TIMEOUT_S).stopped_by
         return StartReply(StartFault.STOPPED_SINCE, by) if by else StartReply()
 
     head, *others = requests
@@ -163,8 +164,8 @@ def fault_words(started: StartReply | HostError, run: str) -> str:
             return f"the node runner did not start torchrun within {started.detail} s"
 
 
-def _close_dialogues(starting: Mapping[str, JsonSession]) -> None:
-    opened = list(starting.values())  # after Ctrl-C others may still be added
+def _close_dialogues(sessions: Mapping[str, JsonSession]) -> None:
+    opened = list(sessions.values())  # after Ctrl-C others may still be added
     for dialogue in opened:
         dialogue.end_input()
     deadline = time.monotonic() + ROLL_BACK_S

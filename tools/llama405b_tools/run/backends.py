@@ -5,24 +5,23 @@ A host can also be made to run a verb: to write a model from its checkpoint, or 
 """
 
 import dataclasses
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from llama405b.contract.errors import RunError, UserError, fmt_if
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import FailureRecord, StopMark
 from llama405b.spec.plan import Plan, check_run_name, read_plan
-from llama405b_tools.agent import processes
-from llama405b_tools.agent.messages import RUNNER_END_TIMEOUT_S, STOP_TIMEOUT_S, StopReply, StopRequest
+from llama405b_tools.agent import processes, starting
+from llama405b_tools.agent.messages import RUNNER_END_TIMEOUT_S, STOP_TIMEOUT_S, StopReply
 from llama405b_tools.agent.processes import record_failure
-from llama405b_tools.hosts.fleet import DEFAULT_HOSTS_FILE, Fleet, read_hosts, run_streaming
+from llama405b_tools.hosts.fleet import CLI, DEFAULT_HOSTS_FILE, Fleet, read_hosts, run_streaming
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import HostError, module_line, replies, shell_path
+from llama405b_tools.hosts.transport import HostError, replies
 from llama405b_tools.run.query import ask_hosts, host_of, plan_in_directory
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.words import fold_names
@@ -37,9 +36,7 @@ def run_verb_on(
         UserError: The host refused it; its last lines say why.
         RunError: It failed, or the connection was lost; the same command resumes.
     """
-    python, workdir = shell_path(fleet.python(host)), shell_path(fleet.workdir(host))
-    prefix = f"{fleet.hosts[host].prefix or 'true'} && cd {workdir} && {fmt_if('{} && ', setup)}"
-    line = f"{prefix}{module_line(python, 'llama405b_tools.cli')} {shlex.join(arguments)}"
+    line = fleet.command(host, CLI, arguments, setup)
     code = run_streaming(fleet.connection(host), line, lambda output: on_line(f"{host}: {output}"))
     if code == "2":
         raise UserError(f"{host}: {arguments[0]} was refused; see above")
@@ -143,6 +140,15 @@ class WaitingRun:
     is_over: bool
 
 
+def stop_hosts(fleet: Fleet, run: str, names: Iterable[str], *, grace_s: float = 0.0, **options: Any) -> StopOutcomes:
+    """End a run's processes on these hosts, in parallel. ``options``: of ``starting.stop``."""
+
+    def stop_host(name: str) -> StopReply:
+        return fleet.call(name, starting.stop, STOP_TIMEOUT_S + grace_s, run, name, grace_s=grace_s, **options)
+
+    return fleet.call_each(stop_host, names)
+
+
 class Backend(Protocol):
     """A way to find, query and end runs."""
 
@@ -200,15 +206,11 @@ class HostsBackend:
 
     def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> StopOutcomes:
         """See ``Backend``; on all hosts in parallel."""
-        requests = {name: StopRequest(run, name, by=by, grace_s=grace_s) for name in fleet.hosts}
-        return fleet.ask_all("stop", requests, StopReply, STOP_TIMEOUT_S + grace_s)
+        return stop_hosts(fleet, run, fleet.hosts, by=by, grace_s=grace_s)
 
     def stop_launch(self, fleet: Fleet, plan: Plan, blame: FailureRecord | None, grace_s: float = 0.0) -> StopOutcomes:
         names = [node.name for node in plan.nodes]
-        requests = {
-            name: StopRequest(plan.run, name, only=plan.rdzv_id, grace_s=grace_s, blame=blame) for name in names
-        }
-        return fleet.ask_all("stop", requests, StopReply, STOP_TIMEOUT_S + grace_s)
+        return stop_hosts(fleet, plan.run, names, only=plan.rdzv_id, grace_s=grace_s, blame=blame)
 
     def cancel(self) -> bool:
         """Runs on hosts never wait."""

@@ -20,7 +20,8 @@ from llama405b.contract.files import read_record, write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import PROCESS_STATE_NOTES, Cause, CauseKind, Phase, describe_rank_exit
 from llama405b.spec.plan import Plan
-from llama405b_tools.agent.evidence import EvidenceRequest, HostEvidence, RankEvidence, RunProgress
+from llama405b_tools.agent import evidence
+from llama405b_tools.agent.evidence import HostEvidence, RankEvidence, RunProgress
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import failure_texts, replies
 from llama405b_tools.parsers import StackFrame, Thread, load_per_core
@@ -687,14 +688,13 @@ class Autopsy:
 def take_autopsy(fleet: Fleet, plan: Plan, hang_after_s: float = HANG_AFTER_S) -> Autopsy:
     """Examine every rank of a run; hosts that do not answer are named."""
     start_s = time.monotonic()
-    requests = {node.name: EvidenceRequest(plan.run, node.name) for node in plan.nodes if node.name in fleet.hosts}
 
     def examine_host(name: str) -> HostEvidence:
         load = load_per_core(fleet.connection(name).run(LOAD_COMMAND, "", ANSWER_S).out)
         wait_s = min(MAX_ANSWER_S, ANSWER_S * max(1.0, load))
-        return fleet.ask(name, "evidence", requests[name], HostEvidence, wait_s)
+        return fleet.call(name, evidence.evidence, wait_s, plan.run, name)
 
-    outcomes = fleet.call_each(examine_host, requests)
+    outcomes = fleet.call_each(examine_host, [node.name for node in plan.nodes if node.name in fleet.hosts])
     hosts, unreachable = replies(outcomes), failure_texts(outcomes)
     return Autopsy(
         plan.run,

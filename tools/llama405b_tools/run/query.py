@@ -33,21 +33,17 @@ from llama405b.contract.records import (
     RunEvent,
 )
 from llama405b.spec.plan import NO_PLAN, Node, Plan, read_plan
-from llama405b_tools.agent import processes
+from llama405b_tools.agent import describe, processes, reports, streaming
 from llama405b_tools.agent.messages import (
-    AccountReply,
-    HeadRequest,
+    DiskSpace,
     HostRun,
-    NoteReply,
-    PlanRequest,
     StatusReply,
-    StatusRequest,
     StreamMessage,
     StreamRequest,
 )
 from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import HostError, Outcomes, Stream, failure_texts, read_message, replies
+from llama405b_tools.hosts.transport import HostError, Outcomes, Stream, failure_texts, replies
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure, HostRunState, failure_words, format_state
 from llama405b_tools.text.figures import format_clock, format_duration
@@ -117,7 +113,7 @@ def head_of(run_replies: RunReplies) -> str:
 
 def fetch_plan(fleet: Fleet, host: str, run: str) -> Plan:
     """Return the plan of a run's newest attempt from a host that knows it."""
-    return fleet.ask(host, "planned", PlanRequest(run), Plan, STATUS_TIMEOUT_S)
+    return fleet.call(host, describe.planned, STATUS_TIMEOUT_S, run)
 
 
 def ask_run(fleet: Fleet, requested_run: str | None, *, has_local_files: bool) -> tuple[str, RunReplies]:
@@ -180,8 +176,7 @@ def _unreachable_words(unreachable: Mapping[str, str]) -> str:
 
 
 def _ask_all(fleet: Fleet, run: str | None, names: Iterable[str] | None = None) -> Outcomes[StatusReply]:
-    requests = {name: StatusRequest(name, run) for name in (fleet.hosts if names is None else names)}
-    return fleet.ask_all("status", requests, StatusReply, STATUS_TIMEOUT_S)
+    return fleet.call_each(lambda name: fleet.call(name, describe.status, STATUS_TIMEOUT_S, name, run), names)
 
 
 def _replies_about(run: str, outcomes: Outcomes[StatusReply]) -> RunReplies:
@@ -333,7 +328,7 @@ class Streams:
             try:
                 self.open[host] = self.fleet.stream(
                     host,
-                    "stream",
+                    streaming.stream,
                     dataclasses.replace(self.request, host=host, records=host == self.records_of, marks=offsets),
                 )
                 if self.closing.is_set():  # meanwhile
@@ -358,7 +353,7 @@ class Streams:
             if not line.startswith("{"):
                 last_line = line.strip()[:200] or last_line
                 continue
-            message = read_message(StreamMessage, hide_secrets_in_json(line, self.secrets), "its news")
+            message = self.fleet.read_message(host, StreamMessage, hide_secrets_in_json(line, self.secrets))
             if self.free_slots:
                 self.free_slots[host].acquire()
             offsets.update(message.marks)
@@ -381,7 +376,7 @@ def account_of_run(fleet: Fleet, run: str, seen: RunReplies) -> Account | None:
 def account_of_head(fleet: Fleet, run: str, head: str) -> Account | None:
     """Ask the host of rank 0; None if it cannot be asked, or knows nothing yet."""
     try:
-        return fleet.ask(head, "account_of", HeadRequest(run, head), AccountReply, STATUS_TIMEOUT_S).account
+        return fleet.call(head, reports.account_of, STATUS_TIMEOUT_S, run, head)
     except HostError:  # the table of hosts says what is wrong with it
         return None
 
@@ -574,11 +569,11 @@ def unsaved_words(failed: Sequence[RunEvent]) -> str:
     return f"the last {len(failed)} saves failed; step {failed[-1].step}: {failed[-1].detail}"
 
 
-def disk_words(hosts: Mapping[str, NoteReply]) -> str:
+def disk_words(hosts: Mapping[str, Sequence[DiskSpace]]) -> str:
     """Return which disks of the run are nearly full; '' if none is."""
     hosts_by_space: dict[str, list[str]] = {}
-    for name, reply in hosts.items():
-        for disk in reply.disks:
+    for name, disks in hosts.items():
+        for disk in disks:
             if is_nearly_full(disk.free_bytes, disk.total_bytes):
                 hosts_by_space.setdefault(f"{disk.free_bytes / (1 << 30):.1f} GiB left at {disk.path}", []).append(name)
     return fmt_if(

@@ -14,7 +14,8 @@ from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import EXIT_OK, RunError, UserError, parse_seconds, pluralize
 from llama405b.contract.records import MAX_PROFILED_STEPS, Cause, CauseKind, FailureRecord, RequestKind, RunEvent
 from llama405b.spec.plan import Plan
-from llama405b_tools.agent.messages import AnswerReply, AnswerRequest, AskReply, AskRequest, HostRun
+from llama405b_tools.agent import describe
+from llama405b_tools.agent.messages import HostRun
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import replies
 from llama405b_tools.run import screen
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         if args.kind == RESTART:
             check_guarded(fleet, plan.run, host_runs)
             return restart(fleet, backend, head, plan, host_runs, wait_s)
-        answer = send_request(fleet, head, AskRequest(plan.run, kind, operator_name(), args.steps), wait_s)
+        answer = send_request(fleet, head, plan.run, kind, wait_s, args.steps)
     print(describe_result(kind, answer, head, plan.world_size, args.steps))
     return EXIT_OK
 
@@ -90,7 +91,7 @@ def restart(fleet: Fleet, backend: Backend, head: str, plan: Plan, host_runs: It
         run.checkpoint for run in runs
     ):  # no checkpoint yet, so check that it can save before ending it
         try:
-            send_request(fleet, head, AskRequest(plan.run, RequestKind.SAVE, operator_name()), wait_s)
+            send_request(fleet, head, plan.run, RequestKind.SAVE, wait_s)
         except RunError as error:
             raise RunError(f"{error}. {no_save}") from None
     if wait_s:
@@ -136,27 +137,25 @@ def find_head(fleet: Fleet, requested_run: str | None) -> tuple[str, Plan, Seque
     return head, plan, [*host_runs.values()]
 
 
-def send_request(fleet: Fleet, head: str, ask_request: AskRequest, wait_s: float) -> RunEvent:
+def send_request(fleet: Fleet, head: str, run: str, kind: RequestKind, wait_s: float, steps: int = 1) -> RunEvent:
     """Send a request to a run and return the result."""
-    receipt = fleet.ask(head, "ask", ask_request, AskReply, STATUS_TIMEOUT_S)
-    if not receipt.id:
-        raise RunError(f"run {ask_request.run} is not running on {head}, the host of its rank 0")
-    screen.show(f"asked; run {ask_request.run} answers after its current step", error=True)
+    request = fleet.call(head, describe.ask, STATUS_TIMEOUT_S, run, kind, operator_name(), steps)
+    if not request:
+        raise RunError(f"run {run} is not running on {head}, the host of its rank 0")
+    screen.show(f"asked; run {run} answers after its current step", error=True)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
-        result = fleet.ask(head, "answer", AnswerRequest(ask_request.run, receipt.id), AnswerReply, STATUS_TIMEOUT_S)
+        result = fleet.call(head, describe.answer, STATUS_TIMEOUT_S, run, request)
         if result.answer and result.answer.detail:
-            raise RunError(f"run {ask_request.run}: {result.answer.detail}")
+            raise RunError(f"run {run}: {result.answer.detail}")
         if result.answer:
             return result.answer
         if not result.alive:
-            raise RunError(
-                f"run {ask_request.run} ended before it answered; `{fleet.command_to_type('status', ask_request.run)}` says why"
-            )
+            raise RunError(f"run {run} ended before it answered; `{fleet.command_to_type('status', run)}` says why")
         time.sleep(POLL_S)
     raise RunError(
-        f"run {ask_request.run} has not answered for {format_duration(wait_s)}: its step is longer than that, or it hangs; "
-        f"`{fleet.command_to_type('status', ask_request.run)}` shows which. A late answer still appears in the run's events"
+        f"run {run} has not answered for {format_duration(wait_s)}: its step is longer than that, or it hangs; "
+        f"`{fleet.command_to_type('status', run)}` shows which. A late answer still appears in the run's events"
     )
 
 

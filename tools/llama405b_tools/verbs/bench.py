@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import EXIT_FAILED, EXIT_OK
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b.spec import probes
 from llama405b.spec.probes import ProbeResult, check_bundle, write_bundle
 from llama405b_tools.hosts.fleet import Fleet, read_hosts

@@ -13,8 +13,8 @@ from pathlib import Path
 from llama405b.contract.checkpoints import REPLICA_PREFIX, list_committed, step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
-from llama405b.settings.command import OneLineParser
-from llama405b_tools.agent.messages import PartsReply, PartsRequest
+from llama405b.settings.parser import OneLineParser
+from llama405b_tools.agent import describe
 from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         last_step = max([reply.last.step if reply.last else 0, *(event.step or 0 for event in reply.events)])
         if args.step > last_step + 1:
             raise UserError(f"STEP: run {run} reached step {last_step}; name one up to {last_step + 1}")
-        parts_reply = fleet.ask(reply.hosts[0][0], "parts", PartsRequest(run), PartsReply, STATUS_TIMEOUT_S)
+        parts_reply = fleet.call(reply.hosts[0][0], describe.parts, STATUS_TIMEOUT_S, run)
     earlier_parts = [
         part
         for part in parts_reply.parts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llama405b.contract.errors import UserError
 from llama405b.settings import command
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 
 TRAINER_MODULE = "llama405b.commands.data"  # reads the data; imported late, as it needs torch
 CORES = os.cpu_count() or 1

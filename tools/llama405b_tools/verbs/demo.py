@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 
 TRAINER_MODULE = "llama405b.data.demo_model"  # imported late, as it needs torch
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, EXIT_UNFIT, UserError
 from llama405b.settings import command, config
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b.settings.schema import Config
 from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
 from llama405b_tools.launch import host_rules

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import EXIT_OK
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b.spec.plan import check_run_name
 from llama405b_tools.deliver.push import collect
 from llama405b_tools.hosts.fleet import Fleet

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import EXIT_DETACHED, UserError, exit_code_for, pluralize
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b_tools.agent.messages import HostRun
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import failure_texts

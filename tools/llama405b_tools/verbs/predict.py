@@ -41,7 +41,7 @@ from llama405b.predict.search import (
 )
 from llama405b.settings import command, config, rules
 from llama405b.settings.axes import DP_AXES, Axes, MicrobatchSplit
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b.settings.schema import Config, Moments
 from llama405b.spec import models
 from llama405b.spec.rules import check_mesh

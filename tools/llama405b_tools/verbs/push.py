@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llama405b.contract.errors import UserError
 from llama405b.settings import config
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b.settings.rules import find_faults
 from llama405b.settings.schema import Config, Parallel
 from llama405b_tools.deliver.push import check_origin, parse_origin, push_code, push_files, push_parts, target_path

@@ -22,8 +22,8 @@ import yaml
 from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, UserError, pluralize, reason_of
 from llama405b.contract.files import write_atomic
 from llama405b.settings import config
-from llama405b.settings.command import OneLineParser
 from llama405b.settings.foreign import PROGRAM_TABLES, ForeignKey, find_recipe_key, foreign_keys
+from llama405b.settings.parser import OneLineParser
 from llama405b.settings.schema import ADAPTER_TARGETS, SETTING_TYPES
 from llama405b_tools.hosts.fleet import program_name
 from llama405b_tools.verbs import predict

@@ -13,8 +13,8 @@ from pathlib import Path
 from llama405b.contract.errors import EXIT_OK, RunError, UserError, reason_of
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
-from llama405b.settings.command import OneLineParser
-from llama405b_tools.agent.messages import HeadRequest
+from llama405b.settings.parser import OneLineParser
+from llama405b_tools.agent import reports
 from llama405b_tools.agent.reports import ReportReply
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError, replies
@@ -43,7 +43,7 @@ def request_report(fleet: Fleet, run: str, host_replies: RunReplies) -> ReportRe
     if head not in fleet.hosts:
         fault_note = next((f": {name}: {why}" for name, why in host_replies.items() if isinstance(why, HostError)), "")
         raise RunError(f"run {run}: cannot reach the host of its rank 0, which has its metrics{fault_note}")
-    return fleet.ask(head, "report_of", HeadRequest(run, head), ReportReply, GATHER_TIMEOUT_S)
+    return fleet.call(head, reports.report_of, GATHER_TIMEOUT_S, run, head)
 
 
 PLOT_LINES = 14

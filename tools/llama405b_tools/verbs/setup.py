@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import exit_code_for
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b_tools.deliver import source_tree
 from llama405b_tools.deliver.install import Installer, make_wheelhouse, project_root
 from llama405b_tools.deliver.setup_plan import SetupOptions

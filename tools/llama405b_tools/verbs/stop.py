@@ -9,7 +9,8 @@ from llama405b.contract.errors import EXIT_OK, UserError, exit_code_for, fmt_if,
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics, Phase
 from llama405b.spec.plan import check_run_name
-from llama405b_tools.agent.messages import STOP_TIMEOUT_S, HostRun, Orphan, OrphansReply, OrphansRequest, StopReply
+from llama405b_tools.agent import starting
+from llama405b_tools.agent.messages import STOP_TIMEOUT_S, HostRun, Orphan, StopReply
 from llama405b_tools.agent.processes import dismiss_guard
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError, failure_texts, replies
@@ -96,12 +97,11 @@ def _was_saving(nodes: Sequence[HostRun]) -> bool:
 
 def print_orphans(fleet: Fleet, *, end: bool) -> int:
     """Print the processes of runs whose node runner is gone; with ``end``, end them."""
-    requests = {name: OrphansRequest(end) for name in fleet.hosts}
-    outcomes = fleet.ask_all("orphans", requests, OrphansReply, STOP_TIMEOUT_S)
+    outcomes = fleet.call_all(starting.orphans, STOP_TIMEOUT_S, end=end)
     rows = [(name, "—", "—", f"UNREACHABLE: {why}") for name, why in failure_texts(outcomes).items()]
     n_left = len(rows)
-    for name, orphans_reply in replies(outcomes).items():
-        for orphan in orphans_reply.orphans:
+    for name, orphans in replies(outcomes).items():
+        for orphan in orphans:
             rows.append((name, orphan.value.rpartition(":")[0], _processes(orphan), _now(orphan, end=end)))
             n_left += len(orphan.left)
     if not rows:

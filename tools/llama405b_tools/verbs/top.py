@@ -22,7 +22,7 @@ from rich.console import Console
 from llama405b.contract import reader
 from llama405b.contract.errors import EXIT_OK, UserError, parse_seconds
 from llama405b.contract.software import DOCS
-from llama405b.settings.command import OneLineParser
+from llama405b.settings.parser import OneLineParser
 from llama405b.spec.plan import check_run_name
 from llama405b_tools.hosts.fleet import DEFAULT_HOSTS_FILE, Fleet, find_hosts_file, hosts_argument, program_name
 from llama405b_tools.hosts.inventory import Host
