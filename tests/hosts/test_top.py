@@ -23,7 +23,8 @@ DEMO = ["--preset", "demo", "--training.global_batch_size", "8", "--training.mic
 
 def samplers(hosts):
     found = [line for i in range(1, N_HOSTS + 1) for line in hosts_rig.processes(hosts, i)]
-    return [line for line in found if "'sampler'" in line or "agent stream" in line or "nvidia-smi" in line]
+    ours = ("'sampler'", "agent watch", "agent stream", "nvidia-smi")
+    return [line for line in found if any(words in line for words in ours)]
 
 
 @pytest.fixture
@@ -240,13 +241,13 @@ def test_it_connects_again_to_what_froze_and_after_it_was_suspended(hosts, opera
     waits = {"QUIET_S": 8.0, "DEAF_S": 10.0, "PING_S": 2.0, "SLEPT_S": 8.0}
     top = terminal("--interval", INTERVAL_S, waits=waits)
     top.shows(r"hosts 4/4", 25)
-    hosts.exec(2, "pkill", "-STOP", "-f", "sampler")
+    hosts.exec(2, "pkill", "-STOP", "-f", "agent watch")
     try:
         top.shows(r"node-2 +STALE", 10)
         top.shows(r"TIMEOUT: sent nothing for \d+ s; reconnecting", 60)
         top.shows(r"hosts 4/4(.|\n)*node-2 +no GPU", 30)
     finally:
-        hosts.exec(2, "pkill", "-CONT", "-f", "sampler")
+        hosts.exec(2, "pkill", "-CONT", "-f", "agent watch")
     pid = top.pid()
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -122,7 +122,8 @@ def test_q_leaves_one_level_and_the_selection_stays_on_the_screen(terminal, tmp_
 @pytest.mark.parametrize("agent", [f'sleep 1; exec {sys.executable} "$@"', "exec sleep 600"])
 def test_leaving_while_the_first_error_is_looked_for(terminal, tmp_path, agent):
     slow = tmp_path / "slow"
-    slow.write_text(f"#!/bin/sh\necho $$ >pid\n{agent}\n")
+    watches = f'case "$*" in *" watch") exec {sys.executable} "$@" ;; esac'
+    slow.write_text(f"#!/bin/sh\n{watches}\necho $$ >pid\n{agent}\n")
     slow.chmod(0o755)
     (tmp_path / "hosts").write_text(f"node-a address=localhost python={slow}\n")
     top = terminal()
@@ -200,17 +201,23 @@ def test_choices_last_until_the_next_time(terminal, tmp_path):
     other.shows(r"worst first · utilization", 30)
 
 
+def watching(directory):
+    """The agents that watch a host in this directory."""
+    listed = subprocess.run(["pgrep", "-f", "agent watch"], capture_output=True, text=True, check=False).stdout.split()
+    return [pid for pid in listed if os.path.realpath(f"/proc/{pid}/cwd") == str(directory)]
+
+
 def test_a_hosts_file_that_changes_is_noticed_and_read_again(terminal, tmp_path):
     top = terminal("hosts", size=(160, 45))
     top.shows(r"hosts 1/1", 30)
+    assert len(watching(tmp_path)) == 1
     (tmp_path / "hosts").write_text("node-a address=localhost\nnode-b address=localhost\n")
     top.shows(r"▲ hosts has changed: r reads it again", 10)
     top.keys("r")
     top.shows(r"hosts 2/2", 30)
     top.keys("q")
     top.shows(r"^rc=0$", 10)
-    left = subprocess.run(["pgrep", "-f", f"{tmp_path}.*sampler"], capture_output=True, text=True, check=False)
-    assert left.stdout == ""
+    assert not watching(tmp_path)
 
 
 def test_the_log_is_read_and_copied_while_lines_come(terminal, tmp_path):

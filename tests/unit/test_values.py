@@ -14,7 +14,7 @@ MANY = 3  # words: a literal of more is a sentence
 FOREIGN = (  # tables of what other programs write, and the recording that the demo plays
     "llama405b/distributed/collectives.py", "tools/llama405b_tools/parsers.py",
     "tools/llama405b_tools/agent/hostprobe.py",
-    "tools/llama405b_tools/agent/sampler.py", "tools/llama405b_tools/agent/sampled_run.py",
+    "tools/llama405b_tools/agent/sampler.py",
 )  # fmt: skip
 JUDGING = (  # they assert values alone
     "tests/unit/run/test_judge.py", "tests/unit/run/test_follow.py", "tests/unit/guard/test_watchman.py",

@@ -57,7 +57,8 @@ def test_what_the_last_save_took_and_which_failed_since(tmp_path, events, told):
     run = RunDir(tmp_path / "r")
     for event in events:
         append_line(run.events("rank-0"), event)
-    assert describe.read_save_state(run, 1, None)[:2] == told
+    saves = describe.read_save_state(run, 1, None)
+    assert (saves.usual_s, saves.failure) == told
 
 
 def test_a_save_that_failed_before_a_restart_is_not_told_of_the_attempt_since(tmp_path, monkeypatch):

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from llama405b_tools.agent import sampler
+from llama405b.contract.records import NodeState, NodeStatus, Phase
+from llama405b_tools.agent import sampler, watching
+from llama405b_tools.agent.messages import RankHeartbeat, WatchRequest
 from ops_rig import wait_for
 
 GONE = 1 << 22  # no process has this number: the kernel's most
@@ -53,12 +55,13 @@ def test_what_is_no_list_has_no_processes():
     assert sampler.foreign_processes("NVIDIA-SMI has failed\n[N/A], GPU-1, 5\n99999999999, GPU-1, 5\n", set()) == []
 
 
-def test_a_run_of_another_user_is_known_by_what_its_files_say():
-    state = {"alive": True, "beats": [{"pid": 7}, {"rank": 1}], "status": {"pid": 8}}
-    assert sampler.find_run_pids([[5, "S", 1, 1, "0", "x"]], state) == {5, 7, 8, None}
-    assert sampler.find_run_pids([], {**state, "status": None}) == {7, None}
-    assert sampler.find_run_pids([], {**state, "alive": False}) == set()  # others may have the numbers now
-    assert sampler.find_run_pids([], None) == set()
+def test_a_run_of_another_user_is_known_by_what_its_files_say(monkeypatch):
+    run = watching.WatchedRun(WatchRequest("a", None, "", 1.0, 60.0, 30.0))
+    run.heartbeats = (RankHeartbeat(0, "a", 7, 0.0, 1, Phase.TRAIN, 0.0),)
+    run.status = NodeStatus("a", NodeState.RUNNING, 1, 8, 1)
+    for is_active, pids in ((True, {7, 8}), (False, set())):  # others may have the numbers now
+        monkeypatch.setattr(watching, "is_run_active", lambda *_, alive=is_active: alive)
+        assert run.pids() == pids
 
 
 def test_a_user_without_a_name_is_a_number(monkeypatch):

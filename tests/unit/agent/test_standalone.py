@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from llama405b.contract import checkpoints, reader
+from llama405b.contract import reader
 from llama405b.contract.software import code_version
-from llama405b_tools.agent import agent, sampled_run
+from llama405b_tools.agent import agent
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -92,10 +92,6 @@ def test_it_imports_nothing_that_a_host_may_lack(name):
         for alias in node.names
     }
     assert imported <= sys.stdlib_module_names
-
-
-def test_what_it_says_twice_is_the_same():
-    assert sampled_run.STEP_DIR.pattern.rstrip("$") == checkpoints.STEP_DIR.pattern.replace("(", "").replace(")", "")
 
 
 def test_the_agent_tells_a_python_older_than_ours(tmp_path):

@@ -36,15 +36,13 @@ def test_who_is_lost_is_named_before_who_waits_for_it(watch):
     assert watch.is_hung
 
 
-@pytest.mark.parametrize(
-    ("since", "late"), [(None, ""), (990.0, ""), (400.0, "for 600 s, in a save that usually takes 5.0 s")]
-)
+@pytest.mark.parametrize(("since", "late"), [(None, False), (990.0, False), (400.0, True)])
 def test_a_guard_is_told_of_a_save_that_takes_too_long(watch, since, late):
     saved = RunEvent(100.0, "rank-0", EventKind.SAVED, 1, 10, took_s=5.0)  # by an earlier attempt
     assert watch.late_save() == ""
     beat = RankHeartbeat(0, "a", 5, 999.0, 35, Phase.TRAIN, 0.0, save_since=since, save_every_s=900.0)
     take(watch, "a", events=(saved,), beats=(beat,), now=1000.0)
-    assert watch.late_save() == late
+    assert bool(watch.late_save()) is late
 
 
 @pytest.fixture

@@ -1,17 +1,23 @@
-"""A sampler that is stopped is replaced, also on this machine, where no connection breaks."""
+"""What runs on a host for the screen: an agent, or where none can run a sampler; one that is stopped is replaced."""
 
 import os
 import signal
 import socket
+import sys
 
 import pytest
 
+from conftest import ROOT
+from llama405b.contract import reader
+from llama405b.contract.files import write_json
+from llama405b.spec.plan import Node, Plan
 from llama405b_tools.agent import processes
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.inventory import parse_hosts
+from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.top import event_sources
 from llama405b_tools.top.event_sources import LiveSource
 from llama405b_tools.top.state import thresholds
+from llama405b_tools.top.state.frames import HostFrame
 from ops_rig import Patience, wait_for
 
 
@@ -44,3 +50,39 @@ def _until(live, wanted):
             if wanted(event):
                 return event
     raise AssertionError("it did not come within a minute")
+
+
+@pytest.mark.parametrize("python", ["missing", "silent"])
+def test_a_host_without_our_environment_shows_its_hardware_until_it_has_one(tmp_path, monkeypatch, python):
+    for name, seconds in {"QUIET_S": 3.0, "QUIET_FRAMES": 0, "PING_S": 0.2}.items():
+        monkeypatch.setattr(thresholds, name, seconds)
+    for name, seconds in {"RETRY_S": 0.2, "AGENT_RETRY_S": 8.0}.items():
+        monkeypatch.setattr(event_sources, name, seconds)
+    program = tmp_path / "python"
+    if python == "silent":
+        write_program(program, "exec sleep 600")
+    (tmp_path / "runs/r").mkdir(parents=True)
+    node = Node("a", 1, 0, str(tmp_path), str(program), "", "", {})
+    write_json(tmp_path / "runs/r/plan.json", Plan("r", 1, 1.0, "r-1-x", "a:1", ("x",), (), (node,)))
+    host = Host("a", f"{tmp_path}/hosts:1", address="localhost", python=str(program), workdir=str(tmp_path))
+    with Fleet([host]) as fleet:
+        live = LiveSource(fleet, None, 0.2)
+        try:
+            if python == "missing":
+                note = _until(live, lambda event: event.note).note
+                assert note.startswith(f"a: only its hardware is shown: {program} cannot be run; run `")
+            frame = _until(live, lambda event: event.frame is not None).frame
+            assert reader.build_record(HostFrame, frame, "frame").cpu.total > 0
+            assert (frame["run"], frame["cwd"]) == (None, str(tmp_path))
+            write_program(program, f'PYTHONPATH={ROOT}:{ROOT}/tools exec {sys.executable} "$@"')
+            seen = _until(
+                live, lambda event: (event.frame and event.frame["run"]) or (event.link and event.link[0] == "DOWN")
+            )
+            assert seen.frame["run"]["name"] == "r"
+        finally:
+            live.close()
+
+
+def write_program(path, line):
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)

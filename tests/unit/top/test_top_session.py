@@ -106,7 +106,7 @@ def test_a_host_that_sends_nothing_more_is_connected_again(monkeypatch):
     fleet = types.SimpleNamespace(
         hosts={"a": None}, forgotten=[], workdir=lambda name: "/w", expected_gpus=lambda name: 0
     )
-    fleet.connection = lambda name: Frozen()
+    fleet.stream = lambda name, function, request: Frozen()
     fleet.forget = lambda name, unless_open=False: fleet.forgotten.append((name, unless_open))
     live, links = LiveSource(fleet, None, 2.0), []
     try:

@@ -30,6 +30,7 @@ MODULES = {  # of each function that can be called, imported on demand: most of 
     "report_of": "agent.reports",
     "evidence": "agent.evidence",
     "stream": "agent.streaming",
+    "watch": "agent.watching",
     "probe": "agent.launch_facts",
     "probe_head": "agent.launch_facts",
     "planned": "agent.describe",
@@ -58,7 +59,7 @@ def main() -> int:
         raise SystemExit(f"{calls.MALFORMED} {name}: there is no such function")
     function = load_function(name)
     try:
-        arguments = calls.decode_arguments(function, sys.stdin.readline())
+        arguments = calls.decode_arguments(function, sys.stdin.buffer.readline().decode(errors="replace"))
     except reader.MalformedError as error:
         raise SystemExit(f"{calls.MALFORMED} {error}") from None
     try:

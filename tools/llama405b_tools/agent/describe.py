@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.checkpoints import (
@@ -25,6 +26,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import (
     METRICS_LINE,
+    EventKind,
     FailureRecord,
     Heartbeat,
     NodeState,
@@ -52,10 +54,13 @@ from llama405b_tools.agent.processes import (
     resolve_run_dir,
     tmux_socket,
 )
-from llama405b_tools.agent.sampled_run import SAVE_EVENTS, after_save_failure, median_save_s, overdue_save, save_failure
 
 MAX_RUNS = 20
-MAX_SAVE_EVENTS = 50
+LAST_EVENTS_BYTES = 64 << 10  # in which saves are looked for
+LAST_INTERVALS = 5  # between saves, of which the longest is usual
+MIN_INTERVAL_S = 10.0  # of a save, and between saves: those that are faster are not missed
+MAX_SAVE_S = 1e9  # longer ones are not believed
+MAX_DETAIL_CHARS = 300  # of an event
 LAST_BYTES = 4096  # of the metrics file, enough for its last line
 NO_STOP = StopMark("")
 
@@ -98,9 +103,7 @@ def describe_run(run: RunDir, plan: Plan, host: str) -> HostRun:
     node, alive = plan.find_node(host), is_run_alive(run, plan, host)
     beats = read_heartbeats(run, node)
     checkpoint = None
-    save_s, save_error, after_save_error = read_save_state(
-        run, plan.attempt, next((beat for beat in beats if alive and beat.rank == 0), None)
-    )
+    save_state = read_save_state(run, plan.attempt, next((beat for beat in beats if alive and beat.rank == 0), None))
     with contextlib.suppress(OSError):  # another user's, perhaps: the host that can read them will say
         checkpoint = find_newest_complete(checkpoint_root(run, plan))
     return HostRun(
@@ -122,9 +125,9 @@ def describe_run(run: RunDir, plan: Plan, host: str) -> HostRun:
         guard=read_guard_note(run, host),
         blames=tuple(read_records(FailureRecord, run.blames(host), MAX_RUNS)),
         world=plan.world_size,
-        save_s=save_s,
-        unsaved=save_error,
-        unsent=after_save_error,
+        save_s=save_state.usual_s,
+        unsaved=save_state.failure,
+        unsent=save_state.after_save_failure,
         copied=(read_record(CopiedStep, run.copied(host)) or CopiedStep()) if run.ring(host).exists() else None,
         tmux=tmux_socket(run),
         mesh=plan.mesh,
@@ -168,17 +171,63 @@ def checkpoint_root(run: RunDir, plan: Plan) -> Path:
     return Path(plan.checkpoint_dir or run.checkpoints)
 
 
-def read_save_state(run: RunDir, attempt: int, beat: Heartbeat | None) -> tuple[float, str, str]:
-    """Return how long saves usually take, why they fail, and why the user's command after them fails.
+def first_launch_time(run: RunDir, host: str) -> float:
+    """Return when the first attempt began there; 0 if it never did."""
+    with contextlib.suppress(OSError):
+        return run.lock(host).stat().st_mtime  # its node runner made it, and nothing is ever written into it
+    return 0.0
 
-    A save that is late by rank 0's heartbeat counts as failing.
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveState:
+    """How a run's saves go."""
+
+    usual_s: float = 0.0  # how long one usually takes; 0: unknown
+    failure: str = ""  # why the newest failed, or for how long it is overdue
+    after_save_failure: str = ""  # where the user's command after a save fails, and why
+
+
+def read_save_state(run: RunDir, attempt: int, beat: Heartbeat | None) -> SaveState:
+    """Return how a run's saves go. ``beat``: rank 0's heartbeat if it is alive, by which a save may be overdue."""
+    events = read_records(RunEvent, run.events("rank-0"), UNLIMITED, LAST_EVENTS_BYTES)
+    saves = [event for event in events if event.kind in (EventKind.SAVED, EventKind.NOT_SAVED)]
+    after_saves = [
+        event
+        for event in events
+        if event.kind in (EventKind.AFTER_SAVE, EventKind.AFTER_SAVE_FAILED) and event.attempt == attempt
+    ]
+    failure = after_save_failure = ""
+    if saves and saves[-1].kind is EventKind.NOT_SAVED and saves[-1].attempt == attempt:
+        failure = f"step {saves[-1].step}: {saves[-1].detail[:MAX_DETAIL_CHARS]}"
+    if after_saves and after_saves[-1].kind is EventKind.AFTER_SAVE_FAILED:
+        after_save_failure = after_saves[-1].detail[:MAX_DETAIL_CHARS]
+    return SaveState(_usual_save_s(saves), failure or overdue_save(saves, time.time(), beat), after_save_failure)
+
+
+def _usual_save_s(saves: Sequence[RunEvent]) -> float:
+    """Return the median seconds of past saves, of two the upper one; 0 if there were none."""
+    took_s = sorted(event.took_s for event in saves if event.kind is EventKind.SAVED and 0 < event.took_s < MAX_SAVE_S)
+    return took_s[len(took_s) // 2] if took_s else 0.0
+
+
+def overdue_save(saves: Sequence[RunEvent], now: float, beat: Heartbeat | None) -> str:
+    """Return a clause if a save or the next checkpoint is overdue; "" if neither is.
+
+    A save is overdue after three times its usual time, a checkpoint when it is late by two intervals.
     """
-    events = [dataclasses.asdict(event) for event in read_records(RunEvent, run.events("rank-0"), MAX_SAVE_EVENTS)]
-    save_events = [event for event in events if event["kind"] in SAVE_EVENTS]
-    overdue_text = overdue_save(save_events, time.time(), dataclasses.asdict(beat) if beat else {})  # type: ignore[no-untyped-call]
-    save_error = save_failure(save_events, attempt) or overdue_text  # type: ignore[no-untyped-call]
-    after_save_error = after_save_failure(events, attempt)  # type: ignore[no-untyped-call]
-    return median_save_s(save_events).get("checkpoint", 0.0), save_error, after_save_error  # type: ignore[no-untyped-call]
+    if beat is None or beat.save_since is None:
+        return ""
+    saved = [event for event in saves if event.kind is EventKind.SAVED]
+    intervals_s = [
+        later.time - earlier.time for earlier, later in itertools.pairwise(saved) if earlier.attempt == later.attempt
+    ]
+    interval_s = max([beat.save_every_s or 0.0, *intervals_s[-LAST_INTERVALS:]])  # configured, or asked for
+    usual_s, late_s = _usual_save_s(saves), now - beat.save_since
+    if usual_s and late_s > 3 * max(MIN_INTERVAL_S, usual_s):
+        return f"for {late_s:.0f} s, in a save that usually takes {usual_s:.1f} s"
+    if interval_s and late_s > 2 * max(MIN_INTERVAL_S, interval_s):
+        return f"for {late_s:.0f} s, usually every {interval_s:.0f} s"
+    return ""
 
 
 def parts(run: str) -> PartsReply:

@@ -544,13 +544,13 @@ def _read_progress(run: RunDir, plan: Plan) -> RunProgress:
     """Return the last step of this attempt and how long steps and saves usually take."""
     lines = read_records(METRICS_LINE, run.metrics, UNLIMITED, LAST_STEPS * 1024)
     steps = [line for line in lines if isinstance(line, Metrics) and line.attempt == plan.attempt]
-    usual_save_s, unsaved, _ = read_save_state(run, plan.attempt, read_record(Heartbeat, run.heartbeat(0)))
+    saves = read_save_state(run, plan.attempt, read_record(Heartbeat, run.heartbeat(0)))
     if not steps:
-        return RunProgress(usual_save_s=usual_save_s or None, load_s=plan.load_s)
+        return RunProgress(usual_save_s=saves.usual_s or None, load_s=plan.load_s)
     intervals_s = [later.time - earlier.time for earlier, later in itertools.pairwise(steps)]
     usual_step_s = statistics.median([steps[-1].step_s, *intervals_s])
     age_s = time.time() - steps[-1].time
-    return RunProgress(steps[-1].step, age_s, usual_step_s, usual_save_s or None, unsaved, plan.load_s)
+    return RunProgress(steps[-1].step, age_s, usual_step_s, saves.usual_s or None, saves.failure, plan.load_s)
 
 
 def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ...]]:

@@ -25,7 +25,7 @@ from llama405b.contract.records import (
 )
 from llama405b.settings.axes import Axes
 from llama405b.spec.plan import read_plan
-from llama405b_tools.agent.describe import checkpoint_root, is_run_alive, list_ends, load_manifest
+from llama405b_tools.agent.describe import checkpoint_root, first_launch_time, is_run_alive, list_ends, load_manifest
 from llama405b_tools.agent.machine import first_gpu, list_working_gpus
 from llama405b_tools.agent.processes import resolve_run_dir
 
@@ -153,16 +153,9 @@ def account_of_attempts(
     run: RunDir, host: str, attempts: Sequence[Attempt], steps: Sequence[Metrics], world: int
 ) -> Account | None:
     """Return how the time of a run's attempts was spent until now; None if no step was taken."""
-    start = _first_launch_time(run, host)
+    start = first_launch_time(run, host)
     steps_taken = [CountedStep(step.attempt, step.time, step.step_s) for step in steps]
     return account_time(start, attempts, steps_taken, world, time.time()) if start and steps_taken else None
-
-
-def _first_launch_time(run: RunDir, host: str) -> float:
-    """Return when the first attempt began there; 0 if unknown."""
-    with contextlib.suppress(OSError):
-        return run.lock(host).stat().st_mtime  # its node runner made it, and nothing is ever written into it
-    return 0.0
 
 
 def list_attempts(
@@ -189,7 +182,7 @@ def list_attempts(
             end_time = (
                 last_step_times.get(number)
                 or (attempts[-1].ended if attempts else None)
-                or _first_launch_time(run, host)
+                or first_launch_time(run, host)
             )
         if blame := blames.get(number):
             cause, end_time = blame.cause, blame.time or end_time

@@ -1,7 +1,8 @@
 """The program that cluster-top runs on a host: prints a frame of facts every few seconds, as a line of JSON. Leaves nothing behind.
 
-It is sent over SSH and run by whatever python3 the host has (3.6 or newer), so it installs nothing and imports nothing of ours
-but ``sampled_run``, which is sent before it. It ends when its standard input closes, or when it has received nothing for a minute.
+On a host without our environment it is sent over SSH and run by whatever python3 the host has (3.6 or newer), so it installs
+nothing, and imports nothing of ours; elsewhere ``agent.watching`` adds the run that is followed. It ends when its standard input
+closes, or when it has received nothing for a minute.
 
 Counters and nvidia-smi's text are sent unparsed: the operator's terminal interprets them. nvidia-smi runs in a thread of its own,
 so that a driver that hangs delays no frame.
@@ -24,8 +25,6 @@ import sys
 import threading
 import time
 
-from llama405b_tools.agent.sampled_run import SampledRun, read_small_text
-
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active", "")  # newest name first; "": do not ask
 FIELDS = (
     "index,uuid,name,pci.bus_id,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw,power.limit,clocks.sm,"
@@ -42,6 +41,16 @@ MAX_COMMAND_CHARS = 200  # characters
 USER_WAIT_S = 1.0  # for the name of one user
 SLOW_INTERVAL_S = 10.0  # for processes and whatever else costs more
 MARKER = b"LLAMA405B_NODE="
+MAX_FILE_BYTES = 2 << 20  # the kernel gives nothing of /proc/sys to who asks for more than 4 MiB
+
+
+def read_small_text(path, default=""):
+    """Return a small file's text."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_FILE_BYTES)
+    except (OSError, ValueError):
+        return default
 
 
 class SmiQuery:
@@ -375,16 +384,28 @@ def is_descendant(pid, run_pids):
     return False
 
 
-def find_run_pids(procs, state):
-    """Return the run's processes here: those with its marker, and those named in its files.
+class NoRun:
+    """Stands for the run on a host where none is followed."""
 
-    The files are needed for another user's processes, whose marker is unreadable.
-    """
-    pids = {process[0] for process in procs}
-    if state and state["alive"]:
-        pids.update(beat.get("pid") for beat in state["beats"])
-        pids.add((state["status"] or {}).get("pid"))
-    return pids
+    marker, disk_paths = "", ()
+
+    def read_input(self, data):
+        """Do nothing: there is no run to choose."""
+
+    def frame(self, is_slow):
+        """Return None, for no run."""
+
+    def pids(self):
+        """Return the processes that its files name."""
+        return set()
+
+    def list_names(self):
+        """Return the names of other runs."""
+        return []
+
+    def dumps(self, frame):
+        """Return a frame as a line of JSON."""
+        return json.dumps(frame)
 
 
 class Machine:
@@ -416,47 +437,31 @@ class Machine:
             "smi": self.smi.state(),
         }
 
-    def slow_frame(self, run, state):
+    def slow_frame(self, run):
         """Return the costlier part of a frame: the run's processes, their I/O, and others on the GPUs."""
-        procs = [] if run.plan is None else sample_processes(("%s:%s" % (run.path, run.request["host"])).encode())
+        procs = sample_processes(run.marker.encode()) if run.marker else []
+        run_pids = {process[0] for process in procs} | run.pids()
         return {
             "procs": procs,
             "io": sample_io(process[0] for process in procs if process[4]),
-            "foreign": foreign_processes(self.smi.apps, find_run_pids(procs, state)),
+            "foreign": foreign_processes(self.smi.apps, run_pids),
         }
 
-
-class RemoteMachine:
-    """A host whose files are on this machine but which is another machine."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def begin(self, is_slow):
-        """Do nothing: the host cannot be queried."""
-
-    def frame(self):
-        """Return its part of a frame."""
-        return {
-            "machine": self.name,
-            "pci_gpus": None,
-            "cpu": {"total": 0, "idle": 0, "cores": None},
-            "memory": {"total": None, "available": None, "oom_kills": None},
-            "net": {},
-            "ib": [],
-            "kernel": None,
-            "smi": {"text": None, "hung_s": 0.0},
-        }
-
-    def slow_frame(self, run, state):  # noqa: ARG002
-        """Return the costlier part of a frame: no process is on this machine."""
-        return {"procs": []}
+    def end(self):
+        """Kill what still runs."""
+        self.smi.end()
 
 
 def main():
-    """Write frames until nobody reads them, or until a signal."""
+    """Sample this machine alone."""
     request = json.loads(sys.stdin.buffer.readline().decode())
-    smi = Smi(request["smi_retry_s"])
+    workdir = os.path.expanduser(request["workdir"])
+    os.chdir(workdir if os.path.isdir(workdir) else "/")
+    run_until_silent(dict(request, workdir=workdir), Machine(Smi(request["smi_retry_s"])), NoRun())
+
+
+def run_until_silent(request, machine, run):
+    """Write frames until nobody reads them, or until a signal."""
 
     def leave(*_):
         sys.exit()  # no OSError, which what is interrupted may take for its own
@@ -464,11 +469,11 @@ def main():
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
     try:
-        write_frames(request, smi)
+        write_frames(request, machine, run)
     except BrokenPipeError:
         pass
     finally:
-        smi.end()
+        machine.end()
 
 
 def read_pending_input():
@@ -481,12 +486,9 @@ def read_pending_input():
         os.set_blocking(0, True)
 
 
-def write_frames(request, smi):
-    """Write frames until nothing has been received for a while."""
-    workdir, run = os.path.expanduser(request["workdir"]), SampledRun(request)
-    os.chdir(workdir if os.path.isdir(workdir) else "/")
+def write_frames(request, machine, run):
+    """Write frames of the machine and the run until nothing has been received for a while."""
     run.read_input(read_pending_input())
-    machine = RemoteMachine(request["host"]) if request.get("elsewhere") else Machine(smi)
     last_input, next_slow, next_tick = time.monotonic(), 0.0, time.monotonic()
     while time.monotonic() - last_input < request["deaf_s"]:
         is_slow = time.monotonic() >= next_slow
@@ -494,9 +496,9 @@ def write_frames(request, smi):
         state = run.frame(is_slow)
         frame = {
             **machine.frame(),
-            "cwd": workdir,
+            "cwd": request["workdir"],
             "slots": request.get("slots", 0),
-            "disks": sample_disks(dict.fromkeys(filter(None, [os.getcwd(), (run.plan or {}).get("checkpoint_dir")]))),
+            "disks": sample_disks(dict.fromkeys([os.getcwd()] + list(run.disk_paths))),
             "run": state,
             "runs": [] if state else run.list_names(),
             "own": [round(time.process_time(), 3), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss],
@@ -504,8 +506,8 @@ def write_frames(request, smi):
         }
         if is_slow:
             next_slow = time.monotonic() + SLOW_INTERVAL_S
-            frame.update(machine.slow_frame(run, state))
-        sys.stdout.write(json.dumps(frame) + "\n")
+            frame.update(machine.slow_frame(run))
+        sys.stdout.write(run.dumps(frame) + "\n")
         sys.stdout.flush()
         next_tick = max(next_tick + request["interval_s"], time.monotonic())
         while select.select([sys.stdin], [], [], max(0.0, next_tick - time.monotonic()))[0]:

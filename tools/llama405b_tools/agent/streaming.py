@@ -417,7 +417,7 @@ class _RecordStream:
 
     def read_new(self) -> Iterator[StreamMessage]:
         """Yield what was added since the last call."""
-        metrics, events = _parse_new_lines(METRICS_LINE, self.metrics), _parse_new_lines(RunEvent, self.events)
+        metrics, events = parse_new_lines(METRICS_LINE, self.metrics), parse_new_lines(RunEvent, self.events)
         while metrics_batch := tuple(itertools.islice(metrics, MAX_RECORDS)):
             yield StreamMessage(metrics=metrics_batch)
         while event_batch := tuple(itertools.islice(events, MAX_RECORDS)):
@@ -440,7 +440,8 @@ class _SecretValues:
         return secret_lines(self.values.values())
 
 
-def _parse_new_lines(record_type: type[T], tail: FileFollower) -> Iterator[T]:
+def parse_new_lines(record_type: type[T], tail: FileFollower) -> Iterator[T]:
+    """Yield the records that were added to a file; malformed lines are left out."""
     for piece in tail.read_all():
         for line in piece.data.splitlines():
             try:

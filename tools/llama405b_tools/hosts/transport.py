@@ -369,14 +369,16 @@ def standalone_command(name: str) -> str:
 
 
 AGENT_DIRECTORY = Path(__file__).parents[1] / "agent"
-# Files of what travels to a host, besides the one of its name; they stand before it.
-PROGRAM_PARTS = {"sampler": AGENT_DIRECTORY / "sampled_run.py", "hostprobe": Path(disk.__file__)}
+PROGRAM_FILES = {  # of what travels to a host
+    "sampler": (AGENT_DIRECTORY / "sampler.py",),
+    "hostprobe": (Path(disk.__file__), AGENT_DIRECTORY / "hostprobe.py"),
+}
 
 
 @functools.cache
 def program_text(name: str) -> str:
     """Return the source of ``sampler`` or ``hostprobe``: its files joined, without imports of ours."""
-    texts = [file.read_text(encoding="utf-8") for file in (PROGRAM_PARTS[name], AGENT_DIRECTORY / f"{name}.py")]
+    texts = [file.read_text(encoding="utf-8") for file in PROGRAM_FILES[name]]
     return re.sub(r"^from llama405b(_tools)?\..*\n", "", "\n".join(texts), flags=re.MULTILINE)
 
 

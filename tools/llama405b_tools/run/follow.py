@@ -9,7 +9,6 @@ import queue
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 from llama405b.contract.errors import EXIT_DETACHED, EXIT_FAILED, EXIT_OK, fmt_if, pluralize
 from llama405b.contract.records import (
@@ -23,8 +22,8 @@ from llama405b.contract.records import (
     RunEvent,
 )
 from llama405b.spec.plan import Plan
+from llama405b_tools.agent.describe import overdue_save
 from llama405b_tools.agent.messages import NodeUpdate, StopReply, StreamMessage, StreamRequest
-from llama405b_tools.agent.sampled_run import overdue_save
 from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run import judge
@@ -110,7 +109,7 @@ class RunMonitor:
         self.ended_at: dict[str, float] = {}  # when each host's part did, by its own clock; 0: unknown
         self.failures: list[Failure] = []  # in order of arrival, by the operator's clock, not the hosts'
         self.output_lines: collections.deque[str] = collections.deque(maxlen=3000)  # rank 0's last lines
-        self.saved, self.saves = "", list[dict[str, Any]]()
+        self.saved, self.saves = "", list[RunEvent]()
         self.failed_saves: list[RunEvent] = []  # since the last that succeeded
         self.after_save_fails = False
         self.pages = collections.deque[RunEvent]()  # what the user is to be told at once, until somebody takes it
@@ -182,7 +181,7 @@ class RunMonitor:
             while self.metrics and self.metrics[-1].step >= metrics.step:
                 self.metrics.pop()
             self.metrics.append(metrics)
-        self.saves += [dataclasses.asdict(event) for event in message.events if event.kind is EventKind.SAVED]
+        self.saves += [event for event in message.events if event.kind is EventKind.SAVED]
         for event in message.events:
             if event.attempt != self.plan.attempt:
                 continue
@@ -204,7 +203,7 @@ class RunMonitor:
         head = self.heartbeats.get(self.plan.nodes[0].name)
         if head is None or not head.beats:
             return ""
-        return str(overdue_save(self.saves, head.now, dataclasses.asdict(head.beats[0])))  # type: ignore[no-untyped-call]
+        return overdue_save(self.saves, head.now, head.beats[0])
 
     def should_give_up(self, pace: Pace | None) -> bool:
         """Return whether the other hosts had time to notice a failure: they may still run, but cannot continue."""

@@ -22,6 +22,8 @@ from typing import IO, Literal
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b.contract.reader import Json
+from llama405b_tools.agent import watching
+from llama405b_tools.agent.messages import WatchRequest
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import MAX_LINE, NEEDS_CLEANING, HostError, Stream
@@ -100,6 +102,7 @@ class EventQueue:
 
 
 RETRY_S = 5.0
+AGENT_RETRY_S = 300.0  # on a host where no agent could run
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
 MAX_FRAME = 4 << 20  # characters; frames of a host with many processes have a tenth of this
 MAX_OTHER_LINES = 1000  # lines that are no frames, such as output of a shell's start-up files
@@ -151,18 +154,21 @@ class _SilenceWatch:
 
 
 class LiveSource:
-    """A sampler on every host, over connections that are reopened when they break."""
+    """An agent or a sampler on every host, over connections that are reopened when they break."""
 
     def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, files_are_local: bool = False) -> None:
         """``files_are_local``: the hosts' files are on this machine, but the hosts are other machines."""
         self.fleet = fleet
         self.interval_s = interval_s
         self.badge = ""
-        timeouts = {"interval_s": interval_s, "deaf_s": thresholds.DEAF_S, "smi_retry_s": thresholds.SMI_RETRY_S}
-        self.request = {"run": run, "stay": "", "elsewhere": files_are_local} | timeouts
+        self.request = WatchRequest(
+            "", run, "", interval_s, thresholds.DEAF_S, thresholds.SMI_RETRY_S, elsewhere=files_are_local
+        )
         self.hosts: Sequence[str] = list(fleet.hosts)
         self.intake = EventQueue()
         self.streams: dict[str, Stream] = {}
+        self.hardware_until: dict[str, float] = {}  # by host where no agent runs: when to try again
+        self.hardware_reasons: dict[str, str] = {}  # and why
         self.silence = {name: _SilenceWatch(interval_s) for name in self.hosts}
         self.closing, self.outgoing = threading.Event(), threading.Event()
         for name in self.hosts:
@@ -183,8 +189,8 @@ class LiveSource:
 
     def follow_run(self, run: str) -> None:
         """Make all hosts that know the run report it; '': the newest live run."""
-        if run != self.request["stay"]:
-            self.request["stay"] = run
+        if run != self.request.stay:
+            self.request = dataclasses.replace(self.request, stay=run)
             self.outgoing.set()
 
     def close(self) -> None:
@@ -199,6 +205,8 @@ class LiveSource:
         while not self.closing.is_set():
             try:
                 last_line = self._listen(name)
+                if last_line is None:
+                    continue
                 kind, why = HostState.DOWN, f"the sampler ended: {last_line or 'it printed nothing'}"
                 self.fleet.forget(name, unless_open=True)
             except HostError as error:
@@ -211,18 +219,33 @@ class LiveSource:
             self.intake.put(SourceEvent(time.time(), name, link=(kind, why)))
             self.closing.wait(RETRY_S)
 
-    def _listen(self, name: str) -> str:
-        """Queue frames until the stream ends; return the last line that is not a frame."""
-        silence, host_fields = (
-            self.silence[name],
-            {"workdir": self.fleet.workdir(name), "slots": self.fleet.expected_gpus(name)},
-        )
-        request = {"host": name} | host_fields | self.request
-        stdin = transport.standalone_input("sampler", request)
-        connection = self.fleet.connection(name)
+    def _listen(self, name: str) -> str | None:
+        """Queue the frames of a host until they end; return the last line that is not a frame, None to begin again at once.
+
+        They come from an agent, or, where none can run, from the sampler alone, which knows of no run; the agent is then tried
+        again later.
+        """
+        request = dataclasses.replace(self.request, host=name, slots=self.fleet.expected_gpus(name))
+        if name not in self.hardware_until:
+            self.hardware_until[name] = time.time() + AGENT_RETRY_S  # unless the agent says something
+            n_frames, last_line = self._read_frames(name, self.fleet.stream(name, watching.watch, request))
+            if n_frames or self.closing.is_set():
+                return last_line
+            why = f"{name}: only its hardware is shown: {self.fleet.explain_fault(name, last_line)}"
+            if self.hardware_reasons.get(name) != why:
+                self.hardware_reasons[name] = why
+                self.intake.put(SourceEvent(time.time(), name, note=why))
+        options = dataclasses.asdict(request) | {"workdir": self.fleet.workdir(name)}
+        stdin = transport.standalone_input("sampler", options)
+        stream = self.fleet.connection(name).stream(transport.standalone_command("sampler"), stdin)
+        _, last_line = self._read_frames(name, stream, is_agent=False)
+        return last_line if name in self.hardware_until else None
+
+    def _read_frames(self, name: str, stream: Stream, *, is_agent: bool = True) -> tuple[int, str]:
+        """Queue frames until the stream ends; return how many came, and the last line that is none."""
+        silence, self.streams[name] = self.silence[name], stream
         silence.on_open(time.time())
-        stream = self.streams[name] = connection.stream(transport.standalone_command("sampler"), stdin)
-        last_line, n_others = "", 0
+        last_line, n_frames, n_others = "", 0, 0
         if self.closing.is_set():  # closed since the caller's check
             stream.close()
         self.intake.put(SourceEvent(time.time(), name, link=(HostState.OK, "")))
@@ -236,10 +259,13 @@ class LiveSource:
                     raise HostError(f"sends lines that are not frames, such as {last_line!r}") from None
                 continue
             silence.on_frame(time.time())
+            n_frames += 1
+            if is_agent:
+                self.hardware_until.pop(name, None)
             self.intake.put(SourceEvent(time.time(), name, frame=frame))
         if silence.gave_up_after_s:
             raise HostError(f"sent nothing for {silence.gave_up_after_s:.0f} s; reconnecting", "TIMEOUT")
-        return last_line
+        return n_frames, last_line
 
     def _ping(self) -> None:
         """Send requests and keep-alives: a sampler exits if it receives nothing for a minute.
@@ -249,9 +275,12 @@ class LiveSource:
         while not self.closing.is_set():
             self.outgoing.wait(thresholds.PING_S)
             self.outgoing.clear()
-            line = json.dumps({"stay": self.request["stay"]})
+            line = json.dumps({"stay": self.request.stay})
             for name, stream in list(self.streams.items()):
-                if self.silence[name].gives_up(time.time()):
+                is_due = self.hardware_until.get(name, math.inf) < time.time()
+                if is_due:
+                    del self.hardware_until[name]
+                if is_due or self.silence[name].gives_up(time.time()):
                     stream.close()
                 with contextlib.suppress(HostError):
                     stream.send(f"{line}\n")

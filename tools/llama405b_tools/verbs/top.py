@@ -1,6 +1,6 @@
 """Show every host, GPU and rank, the training and its logs on one screen.
 
-HOSTS is a hosts file or host names; --replay needs none. Nothing is installed on a host: a small sampler is sent over SSH
+HOSTS is a hosts file or host names; --replay needs none. A small program runs on each host over SSH
 and exits with the connection. Exit code (on quitting, and with --once, --json and --watch): 0 healthy, 1 degraded,
 3 hung, failed or down.
 """

@@ -15,6 +15,7 @@ from llama405b.contract.accounting import Account
 from llama405b.contract.errors import fmt_if, pluralize
 from llama405b.contract.reader import Json
 from llama405b.contract.records import GuardState, Phase
+from llama405b_tools.agent.messages import RunFrame, StepMetrics
 from llama405b_tools.parsers import THERMAL_REASONS
 from llama405b_tools.run import hang, judge
 from llama405b_tools.run.hang import Pace
@@ -22,7 +23,7 @@ from llama405b_tools.run.judge import Failure, first_failure
 from llama405b_tools.text.figures import format_stopwatch
 from llama405b_tools.text.words import clean, fold_names
 from llama405b_tools.top.state import thresholds, verdicts
-from llama405b_tools.top.state.frames import HostFrame, RunFrame, StepMetrics
+from llama405b_tools.top.state.frames import HostFrame
 from llama405b_tools.top.state.hostview import NOT_ODD, HostView
 from llama405b_tools.top.state.moment import (
     NO_SLEEP_GAP,

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b_tools import parsers
-from llama405b_tools.agent.messages import RankHeartbeat
+from llama405b_tools.agent.messages import RankHeartbeat, RunFrame
 from llama405b_tools.parsers import GpuReport
 from llama405b_tools.text.figures import percent_of
 from llama405b_tools.text.words import clean, fold_numbers
 from llama405b_tools.top.state import thresholds, verdicts
-from llama405b_tools.top.state.frames import NO_FRAME, HostFrame, Processes, RunFrame, SmiFrame
+from llama405b_tools.top.state.frames import NO_FRAME, HostFrame, Processes, SmiFrame
 from llama405b_tools.top.state.picture import LINK_STATES, GpuCell, HostRow, HostState, ProcessRow, RankRow, not_none
 from llama405b_tools.top.state.verdicts import Note
 

@@ -14,13 +14,12 @@ from typing import NamedTuple
 from llama405b.contract.accounting import Account
 from llama405b.contract.records import Cause, CauseKind, FailureRecord, NodeState, Phase
 from llama405b_tools import parsers
-from llama405b_tools.agent.messages import RankHeartbeat
+from llama405b_tools.agent.messages import Nodes, RankHeartbeat, RunFrame, StepMetrics
 from llama405b_tools.run import hang, judge
 from llama405b_tools.run.hang import Pace, phase_limits
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.text.words import clean, fold_ranks
 from llama405b_tools.top.state import thresholds, verdicts
-from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostJudgment, HostView, OddUnits
 from llama405b_tools.top.state.picture import LINK_STATES, GuardShown, HostState, RunPhase, TrainingStatus, not_none
 from llama405b_tools.top.state.verdicts import (

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from llama405b_tools.agent.messages import StepMetrics
 from llama405b_tools.text.figures import percent_of
-from llama405b_tools.top.state.frames import StepMetrics
 from llama405b_tools.top.state.picture import (
     QUANTITIES,
     ClusterView,

@@ -18,13 +18,13 @@ from typing import NamedTuple
 from llama405b.contract.checkpoints import is_nearly_full
 from llama405b.contract.errors import and_more, fmt_if, pluralize
 from llama405b.contract.records import PROCESS_STATE_NOTES, Phase, describe_rank_exit, rank_label
-from llama405b_tools.agent.messages import RankHeartbeat
+from llama405b_tools.agent.messages import RankHeartbeat, StepMetrics
 from llama405b_tools.parsers import GpuReport
 from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.text.figures import format_duration
 from llama405b_tools.text.words import clean, fold_ranks
 from llama405b_tools.top.state import thresholds
-from llama405b_tools.top.state.frames import HostFrame, Ram, StepMetrics
+from llama405b_tools.top.state.frames import HostFrame, Ram
 from llama405b_tools.top.state.picture import RunPhase, not_none
 
 LOCAL_PARTS = {

@@ -1,5 +1,6 @@
-"""If a host has several runs, the sampler reports the one it was told to stay with, else the newest live one."""
+"""What cluster-top hears of a host's runs: of several, the one it was told to stay with, else the newest live one."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -10,13 +11,29 @@ from pathlib import Path
 
 import pytest
 
+from conftest import ROOT
 from llama405b.contract import reader
 from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import EventKind, Heartbeat, Phase, RunEvent
-from llama405b_tools.agent import describe, processes, sampled_run, sampler
+from llama405b.contract.records import (
+    Cause,
+    CauseKind,
+    EventKind,
+    FailureRecord,
+    GuardStage,
+    GuardState,
+    Heartbeat,
+    Phase,
+    RunEvent,
+)
+from llama405b.spec.plan import Node, Plan
+from llama405b_tools.agent import describe, processes, sampler, watching
+from llama405b_tools.agent.messages import RunFrame, WatchRequest
 from llama405b_tools.agent.processes import machine_id, take_lock
-from llama405b_tools.hosts import transport
+from llama405b_tools.hosts import calls
+from llama405b_tools.text.words import MAX_LINE_BYTES
+
+WATCHED = WatchRequest("a", None, "", 1.0, 60.0, 30.0)
 
 
 @pytest.fixture
@@ -27,9 +44,9 @@ def runs(tmp_path):
     def make(name, created, *, alive, first_rank=0, **more):
         path = tmp_path / "runs" / name
         (path / "status").mkdir(parents=True)
-        node = {"name": "a", "first_rank": first_rank, "slots": 1, "env": {}}
-        plan = {"created": created, "attempt": 1, "nodes": [node], "rdzv_id": f"{name}-1-x"} | more
-        (path / "plan.json").write_text(json.dumps(plan))
+        node = Node("a", 1, first_rank, "/w", "/py", "", "", {"NCCL_DEBUG": "INFO"})
+        plan = Plan(name, 1, created, f"{name}-1-x", "a:1", ("-m", "llama405b.train"), (), (node,))
+        write_json(path / "plan.json", dataclasses.replace(plan, **more))
         if alive:
             lock = (path / "status/a.lock").open("w")
             held.append(lock)
@@ -42,34 +59,28 @@ def runs(tmp_path):
 
 @pytest.fixture
 def told(tmp_path):
-    """Starts a sampler; hands out what it tells of after hearing something: run and others that live."""
+    """Starts an agent; hands out what it tells of after hearing something: run and others that live."""
     children = []
 
     def start(also="", **more):
         child = subprocess.Popen(
-            ["sh", "-c", transport.standalone_command("sampler").replace("python3", sys.executable, 1)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=65536,
+            [sys.executable, "-P", "-m", "llama405b_tools.agent.agent", "watch"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=65536, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
         )  # fmt: skip
         children.append(child)
-        request = {
-            "run": None,
-            "interval_s": 0.05,
-            "deaf_s": 60.0,
-            "smi_retry_s": 30.0,
-            "workdir": str(tmp_path),
-            "host": "a",
-        } | more
-        child.stdin.write(transport.standalone_input("sampler", request) + also)
+        request = WatchRequest(more.get("host", "a"), more.get("run"), more.get("stay", ""), 0.05, 60.0, 30.0)
+        child.stdin.write(f"{calls.encode_arguments(watching.watch, request)}\n{also}")
         child.stdin.flush()
 
-        def hear(text="", of=lambda run: (run["name"], run["others"])):
+        def hear(text="", of=lambda run: (run.name, [*run.others])):
             child.stdin.write(text)
             child.stdin.flush()
             for _ in range(4):  # what was under way, and a whole interval after
                 frame = json.loads(child.stdout.readline())
             if not frame["run"]:
                 return sorted(frame["runs"])
-            return of(frame["run"])
+            return of(reader.build_record(RunFrame, frame["run"], "run"))
 
         return hear
 
@@ -118,43 +129,42 @@ def test_a_connection_that_is_made_again_stays(runs, told):
 def test_why_the_last_attempt_failed_is_told(runs, told, tmp_path):
     runs("r", 1.0, alive=False)
     hear = told()
-    assert hear(of=lambda run: run["blame"]) is None
-    first, last = ({"attempt": attempt, "host": "b", "cause": {"kind": "hung"}} for attempt in (1, 2))
-    (tmp_path / "runs/r/status/a.blames.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
-    assert hear(of=lambda run: run["blame"]) == last
+    assert hear(of=lambda run: run.blame) is None
+    first, last = (FailureRecord(attempt, "b", Cause(CauseKind.HUNG)) for attempt in (1, 2))
+    (tmp_path / "runs/r/status/a.blames.jsonl").write_text(f"{reader.dumps(first)}\n{reader.dumps(last)}\n")
+    assert hear(of=lambda run: run.blame) == last
 
 
-def test_a_line_without_end_does_not_stop_the_metrics(tmp_path):
-    run, path = sampler.SampledRun({"host": "a"}), tmp_path / "metrics.jsonl"
-    run.path = str(tmp_path)
-    path.write_text('{"step": 1}\n')
-    assert run._new_metrics() == [{"step": 1}]
-    with path.open("a") as file:
-        file.write("x" * (sampled_run.FIRST_METRICS_BYTES + 5))
-    assert run._new_metrics() == []
-    with path.open("a") as file:
-        file.write('{"step": 2}\n{"step": 3}\n')
-    assert run._new_metrics() == [{"step": 3}]
-    with path.open("a") as file:
-        file.write('{"step": 4}')
-    assert run._new_metrics() == []  # it may not be complete
-    with path.open("a") as file:
-        file.write("\n")
-    assert run._new_metrics() == [{"step": 4}]
-
-
-def test_why_the_newest_save_failed_and_how_long_they_take(runs, tmp_path):
+def test_a_line_without_end_does_not_stop_the_metrics(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     runs("r", 1.0, alive=True)
-    run = sampler.SampledRun({"host": "a"})
-    run.path, run.plan, run.node = str(tmp_path / "runs/r"), {"attempt": 2}, {"first_rank": 0}
+    run, path = watching.WatchedRun(WATCHED), tmp_path / "runs/r/metrics.jsonl"
 
-    def look():
-        run._read_events()
-        return run.save_error, run.usual_phase_s.get("checkpoint")
+    def steps(text):
+        with path.open("a") as file:
+            file.write(text)
+        return [metrics.step for metrics in run.frame(False).metrics]
+
+    assert steps('{"step": 1}\n') == [1]
+    assert steps("x" * (MAX_LINE_BYTES + 5)) == []
+    assert steps('{"step": 2}\n{"step": 3}\n') == [2, 3]
+    assert steps('{"step": 4}') == []  # it may not be complete
+    assert steps("\n") == [4]
+    runs_of_a_new_attempt = dataclasses.replace(run.plan, attempt=2, rdzv_id="r-2-x")
+    write_json(tmp_path / "runs/r/plan.json", runs_of_a_new_attempt)
+    assert steps('{"step": 5}\n') == [5]
+
+
+def test_why_the_newest_save_failed_and_how_long_they_take(tmp_path):
+    run = RunDir(tmp_path / "runs/r")
+
+    def look(attempt=2):
+        saves = describe.read_save_state(run, attempt, None)
+        return saves.failure, saves.usual_s or None
 
     assert look() == ("", None)
-    events = tmp_path / "runs/r/events/rank-0.jsonl"
-    events.parent.mkdir()
+    events = run.events("rank-0")
+    events.parent.mkdir(parents=True)
     full = {"kind": "not saved", "step": 30, "detail": "No space left on device"}
     for told, said in (
         ({"kind": "saved", "step": 20, "took_s": 9.0}, ("", 9.0)),
@@ -165,13 +175,12 @@ def test_why_the_newest_save_failed_and_how_long_they_take(runs, tmp_path):
         (full | {"step": 50}, ("step 50: No space left on device", 12.0)),
     ):
         with events.open("a") as file:
-            file.write(json.dumps({"attempt": 2} | told) + "\n")
+            file.write(json.dumps({"time": 1.0, "writer": "rank-0", "attempt": 2} | told) + "\n")
         assert look() == said
     with events.open("a") as file:
         file.write("no event\n[1]\n" + json.dumps({"kind": "started"}) + "\n" + '{"kind": "saved"')
     assert look() == ("step 50: No space left on device", 12.0)
-    run.plan = {"attempt": 3}  # which has not saved yet
-    assert look() == ("", 12.0)
+    assert look(attempt=3) == ("", 12.0)  # which has not saved yet
 
 
 @pytest.mark.parametrize(("since", "every_s", "times", "took_s", "said"), [
@@ -197,41 +206,40 @@ def test_a_save_that_takes_too_long_is_told_to_screen_status_and_autopsy(
     )
     write_json(run.heartbeat(0), beat)
     monkeypatch.setattr(describe.time, "time", lambda: now)
-    assert describe.read_save_state(run, 2, beat)[1] == said
-    assert describe.read_save_state(run, 2, None)[1] == ""  # it does not live
-    monkeypatch.setattr(sampler.SampledRun, "_is_alive", lambda _: True)
-    screen = sampler.SampledRun({"host": "a"})
-    screen.path, screen.plan, screen.node = str(run.path), {"attempt": 2}, {"first_rank": 0}
-    screen._read_events()
-    assert screen.save_error == said
+    assert describe.read_save_state(run, 2, beat).failure == said
+    assert describe.read_save_state(run, 2, None).failure == ""  # it does not live
 
 
-@pytest.mark.parametrize("took_s", [0.0, -1.0, float("nan"), float("inf"), 1e300, "12", None])
-def test_a_save_that_took_no_time_that_can_be_true_is_not_counted(took_s):
-    event = json.loads(json.dumps({"kind": "saved", "took_s": took_s}))
-    assert sampled_run.median_save_s([event]) == {}
-    assert sampled_run.median_save_s([event, {"kind": "saved", "took_s": 3}, {"kind": "saved"}]) == {"checkpoint": 3}
+@pytest.mark.parametrize("took_s", ["0.0", "-1.0", "NaN", "Infinity", "1e300", '"12"', "null"])
+def test_a_save_that_took_no_time_that_can_be_true_is_not_counted(tmp_path, took_s):
+    run = RunDir(tmp_path / "runs/r")
+    line = '{{"time": 1.0, "writer": "rank-0", "kind": "saved", "took_s": {}}}'.format
+    run.events("rank-0").parent.mkdir(parents=True)
+    run.events("rank-0").write_text(line(took_s) + "\n")
+    assert describe.read_save_state(run, 1, None).usual_s == 0.0
+    append_line(run.events("rank-0"), line(3))
+    assert describe.read_save_state(run, 1, None).usual_s == 3.0
 
 
 def test_only_the_head_tells_how_long_saves_take(runs, told, tmp_path):
     for first_rank, name in enumerate(("head", "next")):
         runs(name, 1.0, alive=False, first_rank=first_rank)
         (tmp_path / f"runs/{name}/events").mkdir()
-        event = {"kind": "saved", "took_s": 5.5, "attempt": 1}
+        event = {"time": 1.0, "writer": "rank-0", "kind": "saved", "took_s": 5.5, "attempt": 1}
         (tmp_path / f"runs/{name}/events/rank-0.jsonl").write_text(json.dumps(event) + "\n")
-    assert told(run="head")(of=lambda run: run["usual_s"]) == {"checkpoint": 5.5}
-    assert told(run="next")(of=lambda run: "usual_s" in run) is False
+    assert told(run="head")(of=lambda run: run.usual_s) == {"checkpoint": 5.5}
+    assert told(run="next")(of=lambda run: run.usual_s) == {}
 
 
 def test_a_run_was_created_when_its_first_attempt_began_here(runs, told, tmp_path):
     runs("r", 2e9, alive=False, attempt=7)
     hear = told()
-    assert hear(of=lambda run: run["run_created"]) is None  # it never ran here
+    assert hear(of=lambda run: run.run_created) is None  # it never ran here
     lock = take_lock(tmp_path / "runs/r/status/a.lock")
     os.close(lock)
     os.utime(tmp_path / "runs/r/status/a.lock", (5.0, 1e9))
     os.close(take_lock(tmp_path / "runs/r/status/a.lock"))  # the next attempt's node runner
-    assert hear(of=lambda run: (run["created"], run["run_created"])) == (2e9, 1e9)
+    assert hear(of=lambda run: (run.created, run.run_created)) == (2e9, 1e9)
 
 
 def test_every_host_tells_of_the_newest_whole_checkpoint(runs, told, tmp_path):
@@ -242,19 +250,18 @@ def test_every_host_tells_of_the_newest_whole_checkpoint(runs, told, tmp_path):
         (shared / name / "manifest.json").touch()
     for first_rank, name in enumerate("qr"):
         runs(name, 1.0 + first_rank, alive=True, first_rank=first_rank, checkpoint_dir=str(shared))
-        assert told()(of=lambda run: (run["name"], run["checkpoint_step"])) == (name, 20)
+        assert told()(of=lambda run: (run.name, run.checkpoint_step)) == (name, 20)
 
 
 def test_what_the_hosts_heard_of_a_guard_is_told(runs, told, tmp_path):
     runs("r", 1.0, alive=True)
-    said = {"run": "r", "pid": 7, "pid_start": 1, "machine": "far x y", "limit": 3, "state": "watching", "time": 9.0}
-    (tmp_path / "runs/r/status/a.guard").write_text(
-        json.dumps(said | {"command": "x" * 9000, "cause": {"kind": "exited"}})
-    )
+    said = GuardState("r", 7, 1, "far x y", 3, GuardStage.WATCHING, time=9.0)
+    noted = dataclasses.replace(said, command="x" * 9000, cause=Cause(CauseKind.HUNG))
+    write_json(tmp_path / "runs/r/status/a.guard", noted)
     hear = told()
-    assert hear(of=lambda run: run["guard"]) == said
+    assert hear(of=lambda run: run.guard) == said
     runs("newer", 2.0, alive=True)
-    assert hear(of=lambda run: (run["name"], run["guard"])) == ("newer", None)
+    assert hear(of=lambda run: (run.name, run.guard)) == ("newer", None)
 
 
 def test_two_machines_of_one_name_are_told_apart_by_their_boot():
@@ -264,7 +271,7 @@ def test_two_machines_of_one_name_are_told_apart_by_their_boot():
 
 def test_a_guard_that_died_on_this_host_is_told(runs, told, tmp_path):
     runs("r", 1.0, alive=True)
-    lives = {"machine": machine_id(), "pid": os.getpid(), "pid_start": processes.start_time(os.getpid())}
-    for said, died in ((lives | {"pid_start": 1}, True), (lives | {"pid": 0}, None), (lives, None)):
-        (tmp_path / "runs/r/status/a.guard").write_text(json.dumps(said))
-        assert told()(of=lambda run: run["guard"].get("died")) == died
+    lives = GuardState("r", os.getpid(), processes.start_time(os.getpid()), machine_id(), 3)
+    for change, died in (({"pid_start": 1}, True), ({"pid": 0}, False), ({}, False)):
+        write_json(tmp_path / "runs/r/status/a.guard", dataclasses.replace(lives, **change))
+        assert told()(of=lambda run: run.guard.died) == died
