@@ -14,7 +14,7 @@ from llama405b_tools.agent import describe
 from llama405b_tools.agent.messages import StatusReply
 from llama405b_tools.hosts import calls
 from llama405b_tools.hosts import fleet as fleets
-from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.fleet import Fleet, StreamEndedError
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.hosts.transport import HostError
 from ops_rig import wait_for
@@ -196,3 +196,20 @@ def test_a_call_that_a_host_refuses_names_the_place_and_both_versions(tmp_path, 
 )
 def test_slots_are_gpus_unless_several_names_share_this_machine(lines, slots):
     assert Fleet(parse_hosts(lines, "hosts")).expected_gpus(lines.partition(" ")[0]) == slots
+
+
+def test_a_host_is_listened_to_again_whatever_ended_it(monkeypatch):
+    faults = [RuntimeError("odd"), HostError("no route", "TIMEOUT"), StreamEndedError("the agent ended"), None]
+    forgotten, told, done = [], [], threading.Event()
+
+    def listen(name):
+        if fault := faults.pop(0):
+            raise fault
+        done.set()
+
+    with Fleet([Host("a", "hosts:1")]) as fleet:
+        monkeypatch.setattr(fleet, "forget", lambda name, *, unless_open=False: forgotten.append(unless_open))
+        fleet.keep_listening("a", listen, lambda name, why: told.append((name, str(why), why.kind)), done, 0.0)
+        wait_for(done.is_set)
+    assert told == [("a", "odd", "DOWN"), ("a", "no route", "TIMEOUT"), ("a", "the agent ended", "DOWN")]
+    assert forgotten == [False, True]

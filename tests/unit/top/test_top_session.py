@@ -1,5 +1,6 @@
 """What cluster-top makes of time that passed without it."""
 
+import functools
 import json
 import queue
 import re
@@ -13,6 +14,7 @@ from situations import as_sent
 from llama405b.contract.accounting import Account, Incident
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import Cause, CauseKind
+from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.top import event_sources
 from llama405b_tools.top import session as sessions
 from llama405b_tools.top.event_sources import LiveSource, SourceEvent
@@ -107,6 +109,7 @@ def test_a_host_that_sends_nothing_more_is_connected_again(monkeypatch):
         hosts={"a": None}, forgotten=[], workdir=lambda name: "/w", expected_gpus=lambda name: 0
     )
     fleet.stream = lambda name, function, request: Frozen()
+    fleet.keep_listening = functools.partial(Fleet.keep_listening, fleet)
     fleet.forget = lambda name, unless_open=False: fleet.forgotten.append((name, unless_open))
     live, links = LiveSource(fleet, None, 2.0), []
     try:

@@ -63,6 +63,10 @@ def _default_fault(last_output: str) -> HostError:
     )
 
 
+class StreamEndedError(HostError):
+    """A program on a host ended, although it was to go on; the connection is good."""
+
+
 class JsonSession:
     """Exchanges JSON lines with a program over a stream."""
 
@@ -319,6 +323,37 @@ class Fleet:
                 setup = self.command_to_type("setup")
                 return f"; it runs llama405b {version[1]}, this machine {code_version()}: run `{setup}`"
         return ""
+
+    def keep_listening(
+        self,
+        name: str,
+        listen: Callable[[str], None],
+        on_break: Callable[[str, HostError], None],
+        closing: threading.Event,
+        retry_s: float,
+    ) -> None:
+        """Call ``listen`` in a thread, again and again, until it returns or ``closing`` is set.
+
+        ``on_break`` takes why it failed: the connection broke, the program on the host ended (``StreamEndedError``), or anything
+        else, which is shown rather than ending the thread.
+        """
+
+        def pump() -> None:
+            while not closing.is_set():
+                try:
+                    listen(name)
+                    return
+                except HostError as error:
+                    fault = error
+                    self.forget(name, unless_open=isinstance(error, StreamEndedError))
+                except Exception as error:  # noqa: BLE001 - shown, and tried again
+                    fault = HostError(str(error) or type(error).__name__)
+                if closing.is_set():
+                    return
+                on_break(name, fault)
+                closing.wait(retry_s)
+
+        threading.Thread(target=pump, daemon=True).start()
 
     def explain_fault(self, name: str, last_output: str, *, cannot_run: bool = False) -> HostError:
         """Explain why the agent did not run on a host, from the last line that the shell or Python wrote there."""

@@ -41,7 +41,7 @@ from llama405b_tools.agent.messages import (
     StreamMessage,
     StreamRequest,
 )
-from llama405b_tools.hosts.fleet import Fleet, program_name
+from llama405b_tools.hosts.fleet import Fleet, StreamEndedError, program_name
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Outcomes, Stream, failure_texts, replies
 from llama405b_tools.run import judge
@@ -307,8 +307,10 @@ class Streams:
         self.secrets = secret_lines(os.environ[name] for name in names if name in os.environ)
         self.closing = threading.Event()
         self.open: dict[str, Stream] = {}
+        self.offsets: dict[str, dict[str, tuple[int, int]]] = {}  # by host: how far each file was read
         for host in hosts:
-            threading.Thread(target=self._pump, args=(host,), daemon=True).start()
+            self.offsets[host] = {}
+            fleet.keep_listening(host, self._listen, self._report_break, self.closing, RETRY_S)
 
     def close(self) -> None:
         """End the agents on the hosts."""
@@ -321,34 +323,17 @@ class Streams:
         if self.free_slots:
             self.free_slots[host].release()
 
-    def _pump(self, host: str) -> None:
-        offsets: dict[str, tuple[int, int]] = {}  # how far each file was read
-        while not self.closing.is_set():
-            ended = False
-            try:
-                self.open[host] = self.fleet.stream(
-                    host,
-                    streaming.stream,
-                    dataclasses.replace(self.request, host=host, records=host == self.records_of, marks=offsets),
-                )
-                if self.closing.is_set():  # meanwhile
-                    self.open[host].close()
-                    return
-                last_line = self._read(host, self.open[host], offsets)
-                if last_line is None:
-                    return
-                why, ended = str(self.fleet.explain_fault(host, last_line)), True
-            except HostError as error:
-                why = str(error)
-            if self.closing.is_set():
-                return
-            self.fleet.forget(host, unless_open=ended)
-            self.arrivals.put(HostMessage(host, Unreachable(why), time.time()))
-            self.closing.wait(RETRY_S)
+    def _report_break(self, host: str, why: HostError) -> None:
+        self.arrivals.put(HostMessage(host, Unreachable(str(why)), time.time()))
 
-    def _read(self, host: str, stream: Stream, offsets: dict[str, tuple[int, int]]) -> str | None:
-        """Put the stream's messages on the queue; returns None at its end, or the last line of an agent that failed."""
-        last_line = ""
+    def _listen(self, host: str) -> None:
+        """Put a host's messages on the queue until the last one."""
+        offsets, last_line = self.offsets[host], ""
+        request = dataclasses.replace(self.request, host=host, records=host == self.records_of, marks=offsets)
+        stream = self.open[host] = self.fleet.stream(host, streaming.stream, request)
+        if self.closing.is_set():  # meanwhile
+            stream.close()
+            return
         for line in stream:
             if not line.startswith("{"):
                 last_line = line.strip()[:200] or last_line
@@ -359,8 +344,8 @@ class Streams:
             offsets.update(message.marks)
             self.arrivals.put(HostMessage(host, message, time.time()))
             if message.end:
-                return None
-        return last_line
+                return
+        raise StreamEndedError(str(self.fleet.explain_fault(host, last_line)))
 
 
 MIN_SHARE = 0.0005  # of the time: smaller shares are not listed

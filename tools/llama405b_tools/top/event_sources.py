@@ -25,7 +25,7 @@ from llama405b.contract.reader import Json
 from llama405b_tools.agent import watching
 from llama405b_tools.agent.messages import WatchRequest
 from llama405b_tools.hosts import transport
-from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.fleet import Fleet, StreamEndedError
 from llama405b_tools.hosts.transport import MAX_LINE, NEEDS_CLEANING, HostError, Stream
 from llama405b_tools.text.words import CONTROLS, LogEntry, LogMerger, clean, clean_value
 from llama405b_tools.top.state import thresholds
@@ -172,7 +172,7 @@ class LiveSource:
         self.silence = {name: _SilenceWatch(interval_s) for name in self.hosts}
         self.closing, self.outgoing = threading.Event(), threading.Event()
         for name in self.hosts:
-            threading.Thread(target=self._pump, args=(name,), daemon=True).start()
+            fleet.keep_listening(name, self._listen, self._report_break, self.closing, RETRY_S)
         threading.Thread(target=self._ping, daemon=True).start()
 
     def now(self) -> float:
@@ -201,45 +201,35 @@ class LiveSource:
         for stream in list(self.streams.values()):
             stream.close()
 
-    def _pump(self, name: str) -> None:
-        while not self.closing.is_set():
-            try:
-                last_line = self._listen(name)
-                if last_line is None:
-                    continue
-                kind, why = HostState.DOWN, f"the sampler ended: {last_line or 'it printed nothing'}"
-                self.fleet.forget(name, unless_open=True)
-            except HostError as error:
-                kind, why = HostState(error.kind), str(error)
-                self.fleet.forget(name)
-            except Exception as error:  # noqa: BLE001 - shown on screen, which continues
-                kind, why = HostState.DOWN, str(error) or type(error).__name__
-            if self.closing.is_set():
-                return
-            self.intake.put(SourceEvent(time.time(), name, link=(kind, why)))
-            self.closing.wait(RETRY_S)
+    def _report_break(self, name: str, why: HostError) -> None:
+        self.intake.put(SourceEvent(time.time(), name, link=(HostState(why.kind), str(why))))
 
-    def _listen(self, name: str) -> str | None:
-        """Queue the frames of a host until they end; return the last line that is not a frame, None to begin again at once.
+    def _listen(self, name: str) -> None:
+        """Queue the frames of a host until they end.
 
         They come from an agent, or, where none can run, from the sampler alone, which knows of no run; the agent is then tried
         again later.
         """
-        request = dataclasses.replace(self.request, host=name, slots=self.fleet.expected_gpus(name))
-        if name not in self.hardware_until:
-            self.hardware_until[name] = time.time() + AGENT_RETRY_S  # unless the agent says something
-            n_frames, last_line = self._read_frames(name, self.fleet.stream(name, watching.watch, request))
-            if n_frames or self.closing.is_set():
-                return last_line
-            why = f"{name}: only its hardware is shown: {self.fleet.explain_fault(name, last_line)}"
-            if self.hardware_reasons.get(name) != why:
-                self.hardware_reasons[name] = why
-                self.intake.put(SourceEvent(time.time(), name, note=why))
-        options = dataclasses.asdict(request) | {"workdir": self.fleet.workdir(name)}
-        stdin = transport.standalone_input("sampler", options)
-        stream = self.fleet.connection(name).stream(transport.standalone_command("sampler"), stdin)
-        _, last_line = self._read_frames(name, stream, is_agent=False)
-        return last_line if name in self.hardware_until else None
+        while not self.closing.is_set():
+            request = dataclasses.replace(self.request, host=name, slots=self.fleet.expected_gpus(name))
+            if name not in self.hardware_until:
+                self.hardware_until[name] = time.time() + AGENT_RETRY_S  # unless the agent says something
+                n_frames, last_line = self._read_frames(name, self.fleet.stream(name, watching.watch, request))
+                if n_frames or self.closing.is_set():
+                    raise StreamEndedError(f"the agent ended: {last_line or 'it printed nothing'}")
+                self._report_hardware_only(name, f"{self.fleet.explain_fault(name, last_line)}")
+            options = dataclasses.asdict(request) | {"workdir": self.fleet.workdir(name)}
+            stdin = transport.standalone_input("sampler", options)
+            stream = self.fleet.connection(name).stream(transport.standalone_command("sampler"), stdin)
+            _, last_line = self._read_frames(name, stream, is_agent=False)
+            if name in self.hardware_until:
+                raise StreamEndedError(f"the sampler ended: {last_line or 'it printed nothing'}")
+
+    def _report_hardware_only(self, name: str, why: str) -> None:
+        """Say once why no agent runs on a host."""
+        if self.hardware_reasons.get(name) != why:
+            self.hardware_reasons[name] = why
+            self.intake.put(SourceEvent(time.time(), name, note=f"{name}: only its hardware is shown: {why}"))
 
     def _read_frames(self, name: str, stream: Stream, *, is_agent: bool = True) -> tuple[int, str]:
         """Queue frames until the stream ends; return how many came, and the last line that is none."""
