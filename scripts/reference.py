@@ -1,4 +1,4 @@
-"""Write the reference: every setting into docs/settings.md, every command into docs/commands.md, sbatch's options into docs/slurm.md.
+"""Write the reference: settings, commands, sbatch's options and cluster-top's keys, each into its page in docs/.
 
 In a checkout, with the project installed; a test holds the pages to what this writes:
 
@@ -17,6 +17,7 @@ from llama405b.settings.parser import OneLineParser
 from llama405b.settings.schema import Config, setting_fields
 from llama405b_tools import cli
 from llama405b_tools.launch.sbatch import OPTIONS
+from llama405b_tools.top.draw.ui import KEYS, PLACES
 
 DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- from here on written by scripts/reference.py -->", "<!-- end of what it writes -->"
@@ -123,8 +124,10 @@ def _plain(text: str) -> str:
 
 
 def written(path: Path, text: str) -> str:
-    """Return a page with its reference written anew; what stands before it is kept."""
-    return f"{path.read_text().partition(BEGIN)[0]}{BEGIN}\n{text}{END}\n"
+    """Return a page with its reference written anew; what stands around it is kept."""
+    before, _, rest = path.read_text().partition(BEGIN)
+    after = rest.partition(f"{END}\n")[2]
+    return f"{before}{BEGIN}\n{text}{END}\n{after}"
 
 
 def sbatch_options() -> str:
@@ -137,7 +140,22 @@ def sbatch_options() -> str:
     return "\n".join([*lines, "", f"Kept: {kept}.", ""])
 
 
-PAGES = {DOCS / "settings.md": settings, DOCS / "commands.md": commands, DOCS / "slurm.md": sbatch_options}
+def top_keys() -> str:
+    """Return cluster-top's keys."""
+    lines = list[str]()
+    for place in PLACES:
+        heading = {"": "key", "log": "key, in the log", "events": "key, in the events"}[place]
+        lines += ["", f"| {heading} | action |", "|---|---|"]
+        lines += [f"| {_plain(key.shown)} | {_plain(key.does)} |" for key in KEYS if key.where == place]
+    return "\n".join([*lines, "", ""])
+
+
+PAGES = {
+    DOCS / "cluster-top.md": top_keys,
+    DOCS / "settings.md": settings,
+    DOCS / "commands.md": commands,
+    DOCS / "slurm.md": sbatch_options,
+}
 
 if __name__ == "__main__":
     for page, reference in PAGES.items():

@@ -93,7 +93,7 @@ def test_where_no_shell_could_continue_it_ctrl_z_does_nothing(terminal):
     top = terminal("--replay", "demo", "--speed", "20")
     top.shows(r"hosts 8/8", 30)
     top.keys("C-z", "?")
-    top.shows(r"Ctrl-C +quit", 10)
+    top.shows(r"Ctrl-C Ctrl-Z +quit", 10)
     top.keys("C-c")  # from any page
     top.shows(r"^rc=[013]$", 10)
 

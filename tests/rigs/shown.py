@@ -29,7 +29,7 @@ class Shown:
     def screen(self, width, height, ui=None, **new):
         """Draw it; ``new``: fields of the picture."""
         pic = dataclasses.replace(self.pic, **new)
-        return panels.draw_screen(pic, self.trends, ui or Ui(), self.logs, width, height)
+        return panels.draw_screen(panels.render_context(pic, self.trends, ui or Ui(), self.logs), width, height)
 
 
 @functools.cache

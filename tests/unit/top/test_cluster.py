@@ -524,9 +524,8 @@ def test_no_frame_however_broken_ends_it():
             opened = ["all", (*VIEWS[1:], "host", "rank")[(number + place) % 7]]
             trends = Trends()
             trends.take(first, cluster.steps())
-            lines = panels.draw_screen(
-                first, trends, Ui(path=opened[: 1 + place % 2]), [], 120, 40
-            ) + panels.draw_listing(first, Ui(), 120)
+            context = panels.render_context(first, trends, Ui(path=opened[: 1 + place % 2]), [])
+            lines = panels.draw_screen(context, 120, 40) + panels.draw_listing(first, Ui(), 120)
             assert not any(CONTROLS.search(line.plain) or "\n" in line.plain for line in lines)
             json.dumps(dataclasses.asdict(first), allow_nan=False)
             cluster.take_frame("gpu-1", after, T0 + 2)

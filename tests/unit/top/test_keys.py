@@ -3,21 +3,28 @@
 import dataclasses
 import os
 import re
+import string
 import subprocess
+import types
 
 import pytest
 from shown import HOT, HUNG, played, text_of
+from textual import events
+from textual.geometry import Size
 
 from llama405b_tools.text.figures import format_number
-from llama405b_tools.top import keys, remembered
+from llama405b_tools.top import app, keys, remembered
+from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.panels import render_context, shown_logs
-from llama405b_tools.top.draw.ui import COLUMNS, LogLine, Ui
+from llama405b_tools.top.draw.ui import COLUMNS, KEYS, LogLine, Ui, help_lines
 from llama405b_tools.top.keys import press
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import ClusterEvent, GuardShown, RunPhase, Severity
+from llama405b_tools.top.state.trends import Trends
 from llama405b_tools.verbs import top
 
 SIZE = (120, 40)
+SIZE_OF = Size(*SIZE)
 
 
 class Screen:
@@ -404,3 +411,39 @@ def test_choices_are_remembered_and_a_file_of_another_version_is_not_believed(tm
     (tmp_path / "llama405b").write_text("a file where the directory should be")
     remembered.save_choices(remembered.current_choices(ui))
     assert remembered.load_choices() == remembered.SavedChoices()
+
+
+CANDIDATES = [*string.printable.strip(), " ", "space", "up", "down", "left", "right", "pageup", "pagedown", "home", "end",
+              "enter", "escape", "tab", "shift+tab", "backspace", "delete", "f1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("pane", ["hosts", "log", "events"])
+def test_the_help_page_lists_exactly_the_keys_that_do_something(pane):
+    places = {"hosts": [""], "log": ["", "log"], "events": ["", "events"]}[pane]
+    listed = {name for key in KEYS if key.where in places for name in key.names} - {"x"}  # which needs a command
+    done = set()
+    for name in CANDIDATES:
+        screen = Screen(logs=lines(30))
+        screen.ui.pane, screen.ui.log.search = pane, "line"
+        screen.press(name)
+        if not screen.ui.hint.startswith("no such key"):
+            done.add(name)
+    assert done == listed
+    page = "\n".join(help_lines())
+    assert all(key.shown in page and key.does in page for key in KEYS)
+
+
+def test_a_key_draws_once(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(panels, "draw_screen", lambda *_: drawn.append(1) or [])
+    screen = types.SimpleNamespace(
+        session=types.SimpleNamespace(trends=Trends()), ui=Ui(), shown_view=lambda: (app.EMPTY_VIEW, []), size=SIZE_OF,
+        query_one=lambda _: types.SimpleNamespace(show_lines=lambda *_: None), text_console=None, commands={},
+        saved_choices=remembered.current_choices(Ui()),
+    )  # fmt: skip
+    contexts = []
+    monkeypatch.setattr(panels, "render_context", lambda *_: contexts.append(1))
+    screen.press_key = lambda _: None
+    screen.draw_view = lambda: app.TopApp.draw_view(screen)
+    app.TopApp.on_key(screen, events.Key("j", "j"))
+    assert (len(drawn), len(contexts)) == (1, 1)

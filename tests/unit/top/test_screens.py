@@ -18,13 +18,13 @@ from llama405b_tools.top.draw import hosts
 from llama405b_tools.top.draw.hosts import heat_scale
 from llama405b_tools.top.draw.panels import draw_listing, render_context
 from llama405b_tools.top.draw.ui import (
-    HELP,
     PLAIN,
     THEMES,
     VIEWS,
     Ui,
     detect_background,
     draw_event,
+    help_lines,
     make_theme,
     styled_segments,
 )
@@ -88,7 +88,7 @@ def test_at_most_a_quarter_is_blank_after_a_minute_of_training(n_hosts, width, h
 @pytest.mark.parametrize("view", [*VIEWS[1:], "host", "rank", "text"])
 @pytest.mark.parametrize(("width", "height"), SIZES[:2])
 def test_other_views(view, width, height):
-    ui = Ui(path=["all", view], selected="gpu-3", title="HELP", lines=HELP.split("\n"))
+    ui = Ui(path=["all", view], selected="gpu-3", title="HELP", lines=help_lines())
     lines = played(8, HUNG).screen(width, height, ui)
     assert [line.cell_len for line in lines] == [width] * height
     same(SCREENS / f"{view}-{width}x{height}.txt", text_of(lines))

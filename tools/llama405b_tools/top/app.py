@@ -195,6 +195,7 @@ class TopApp(App[int]):
         session.start_history()
         self.view, self.logs = EMPTY_VIEW, list[LogLine]()
         self.past_view: tuple[float, ClusterView] | None = None  # the selected past moment and its view
+        self.context = panels.render_context(self.view, session.trends, self.ui, self.logs)  # of what is shown
         self.draw_at = 0.0  # when to draw again
         self.files = {file: _modified_at(file) for file in files}
         self.hosts_file = next(iter(files), "")
@@ -266,7 +267,8 @@ class TopApp(App[int]):
         """Draw the current view."""
         size = size or self.size
         view, logs = self.shown_view()
-        lines = panels.draw_screen(view, self.session.trends, self.ui, logs, size.width, size.height)
+        self.context = panels.render_context(view, self.session.trends, self.ui, logs)
+        lines = panels.draw_screen(self.context, size.width, size.height)
         self.query_one(Canvas).show_lines(lines, self.text_console)
 
     def shown_view(self) -> tuple[ClusterView, list[LogLine]]:
@@ -324,10 +326,10 @@ class TopApp(App[int]):
                 self.action_leave()
                 return
             self.press_key(name)
+            self.draw_view()
         if (choices := remembered.current_choices(self.ui)) != self.saved_choices:
             self.saved_choices = choices
             remembered.save_choices(choices)
-        self.draw_view()
 
     def _warn_before_killing(self) -> bool:
         """Warn once that quitting would kill a running stop command; return whether the warning is new."""
@@ -339,10 +341,8 @@ class TopApp(App[int]):
         return True
 
     def press_key(self, name: str) -> None:
-        """Handle a key: ``press`` changes the user's choices, everything else happens here."""
-        ui = self.ui
-        view, logs = self.shown_view()
-        context = panels.render_context(view, self.session.trends, ui, logs)
+        """Handle a key for what is shown: ``press`` changes the user's choices, everything else happens here."""
+        ui, context = self.ui, self.context
         action = press(ui, name, context, self.size.width, self.size.height)
         if isinstance(self.session.source, ReplaySource):
             self._replay_keys(self.session.source, action)

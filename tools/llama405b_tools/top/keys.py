@@ -12,7 +12,7 @@ from llama405b_tools.text.figures import format_stopwatch
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.detail import ranks_in_order, selected_rank
 from llama405b_tools.top.draw.panels import RenderContext
-from llama405b_tools.top.draw.ui import COLUMNS, HELP, PANES, SORTS, VIEWS, Ui, draw_event, find_line_number
+from llama405b_tools.top.draw.ui import COLUMNS, PANES, SORTS, VIEWS, Ui, draw_event, find_line_number, help_lines
 from llama405b_tools.top.state.picture import (
     GUARDING_STATES,
     OVER_PHASES,
@@ -237,7 +237,7 @@ def _navigate(ui: Ui, key: str, context: RenderContext) -> bool:
         if ui.mode == "ranks" and context.selected and (rank := selected_rank(context.selected, ui)):
             ui.selected, ui.rank = context.selected.name, rank.rank
     elif key in ("?", "h"):
-        ui.show_text("HELP", HELP.split("\n"))
+        ui.show_text("HELP", help_lines())
     elif key in TABS and ui.mode == "all":
         ui.pane = PANES[(PANES.index(ui.pane) + TABS[key]) % len(PANES)]
     else:

@@ -45,12 +45,7 @@ from llama405b_tools.top.draw.detail import (
 )
 from llama405b_tools.top.draw.hosts import HostGrid, no_host_text, selected_row, shown_hosts
 from llama405b_tools.top.draw.ui import (
-    BACK_KEYS,
-    COMMAND_KEYS,
-    EVENT_KEYS,
-    KEYS,
-    LOG_KEYS,
-    SHORT_KEYS,
+    FOOTERS,
     SORTS,
     VIEWS,
     LogLine,
@@ -359,16 +354,15 @@ def render_context(pic: ClusterView, trends: Trends, ui: Ui, logs: Sequence[LogL
     return RenderContext(pic, trends, ui, logs, (steps, sampled), rows, selected_row(rows, ui, pic.about))
 
 
-def draw_screen(
-    pic: ClusterView, trends: Trends, ui: Ui, logs: Sequence[LogLine], width: int, height: int
-) -> list[Text]:
+def draw_screen(context: RenderContext, width: int, height: int) -> list[Text]:
     """Draw exactly ``height`` lines of ``width`` columns; a past view has an edge on the left."""
+    pic, ui = context.view, context.ui
     ago_s = max(0.0, ui.history_span[1] - pic.time) if ui.is_past else None
     edge = Text("│", "bar.past") if ui.is_past else Text()
     inner_width = max(1, width - edge.cell_len)
     top = draw_headline(pic, inner_width, VERDICT_LINES, ago_s=ago_s)
     room = height - len(top) - 1
-    body = fit_height(_draw_body(render_context(pic, trends, ui, logs), inner_width, room), max(0, room))
+    body = fit_height(_draw_body(context, inner_width, room), max(0, room))
     screen_lines = [*top, *body][: height - 1] if height > 1 else []
     screen_lines += [Text() for _ in range(height - 1 - len(screen_lines))]
     if ui.is_past:
@@ -567,19 +561,19 @@ def _draw_footer(ui: Ui, width: int) -> Text:
     if ui.typing:
         text = ui.filter if ui.typing == "filter" else ui.log.search
         return Text(f"/{text}█  Enter keeps it, Esc ends it", "strong")
-    keys = KEYS if width >= len(KEYS) else SHORT_KEYS
+    kind = "view" if width >= len(FOOTERS["view"]) else "narrow"
     if ui.reads_log:
-        keys = LOG_KEYS
+        kind = "log"
     elif ui.reads_events and ui.mode == "all":
-        keys = EVENT_KEYS
+        kind = "events"
     elif ui.is_running:
-        keys = COMMAND_KEYS
+        kind = "command"
     elif ui.mode not in VIEWS[:1]:
-        keys = BACK_KEYS
+        kind = "opened"
     states = {
         f"{ui.hint}": bool(ui.hint), "the past: → goes on, Esc or End now": ui.is_past,
         "PAUSED: Space goes on": ui.is_paused, f"filter {ui.filter!r}": bool(ui.filter),
         "odd ones only": ui.odd_only, f"by {ui.sort}": ui.sort != SORTS[0], WINDOW_WORDS[ui.window]: ui.window > 0,
     }  # fmt: skip
     states_text = fmt_if("[{}] ", ", ".join(words for words, is_on in states.items() if is_on))
-    return Text(f" {states_text}{keys}".ljust(width), "bar.past" if ui.is_past else "keys")
+    return Text(f" {states_text}{FOOTERS[kind]}".ljust(width), "bar.past" if ui.is_past else "keys")

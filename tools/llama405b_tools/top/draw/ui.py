@@ -8,6 +8,8 @@ import dataclasses
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.segment import Segment
@@ -23,37 +25,126 @@ VIEWS = ("all", "gpus", "ranks", "network", "log", "events")  # keys 1 to 6
 PANES = ("hosts", "events", "log")  # of view "all"
 SORTS = ("worst", "name", "power", "step", "temperature")
 COLUMNS = ("cpu_pct", "ram_pct", "disk", "step", "busy", "age")  # columns of a host that can be hidden
-KEYS = "1-6 views  ↑↓ ⏎ open  Tab pane  ← → back in time  / find  m heat  +- time  Space pause  a why  ? keys  q quit"
-SHORT_KEYS = "1-6 ↑↓ ⏎ Tab ← → / s m + - Space a e ? q"
-LOG_KEYS = "↑↓ PgUp End  / n N find  f all  L errors  F host/rank  w wrap  ←→  y copy  Esc q back  ? keys"
-EVENT_KEYS = "↑↓ PgUp PgDn End  w wrap  Tab pane  6 all of them, whole  Esc q back  ? keys"
-COMMAND_KEYS = "x ends it  Esc q leaves it, and it goes on  ↑↓ PgUp PgDn"
-BACK_KEYS = "↑↓ PgUp PgDn  ⏎ open  m heat  +- time  Esc q back  ? keys"
-HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
 
-  1 … 6        everything; GPUs; ranks; the network; the log; the events
-  ↑ ↓ j k      choose a host or rank; scroll          PgUp PgDn Home End   a page; to the end
-  Enter        open the chosen host, then its chosen rank          Esc q   one level back; q at the top: quit
-  Tab          in view 1, what ↑ ↓ move in: hosts, events, log
-  + -          how far back the graphs go: 10 minutes, 1 hour, 8 hours, the whole run
-  m            what the cells of heat show: power, utilization, memory, temperature, clock, network, busy seconds
-  Space        stop the screen, and let it go on (it misses nothing meanwhile); a recording stands still
-  ← → [ ]      go back ten seconds in the last ten minutes, and forward; a minute; End, Esc: to now. All of it goes.
-  < >          a recording: half, twice as fast; → at its newest moment skips ten seconds
-  /            show only hosts whose name, state or notes contain a text; in the log, find a text (n N: further back, forward)
-  s o C        sort: worst first, name, power, step, temperature; only hosts that stand out; fewer columns
-  e            the first error across all hosts, with its traceback
-  T            colors for a dark or a light background
-  a            say what every rank is doing right now, and who holds up the run
-  c p M R S    have the run save now, trace its next step, tell what memory holds; restart it (by its guard); stop it (both save first)
-  ! y          a shell on the chosen host; what is known as text, which is also copied     Each but y asks first.
-  x            end the command that is shown; Esc leaves it, and it goes on: an event says how it ended
-  r            read the hosts file again, after it has changed
-  ? h          this page          Ctrl-C   quit; nothing is left on any host     Ctrl-Z   suspend; `fg` goes on
 
-In the log: f also what each step printed (the graphs have it); L only errors; F only the chosen host, then its chosen rank;
-  ← → move sideways; y copies the lines that are shown, without times and names. It stands still while it is read.
-In the log and the events: w wraps lines that end with … because they are cut; in 6 all events are whole.
+class Key(NamedTuple):
+    """Keys that do one thing: the help page, the footers and docs/cluster-top.md are made from these rows.
+
+    ``footers``: words for the last line, by what is shown there: ``view``, ``narrow`` (a view without room for words), ``log``,
+    ``events``, ``command`` (its output) or ``opened`` (everything else).
+    """
+
+    names: tuple[str, ...]  # as they arrive
+    shown: str
+    does: str
+    footers: Mapping[str, str] = MappingProxyType({})
+    where: str = ""  # "log" or "events": only there
+
+
+KEYS = (
+    Key(
+        ("1", "2", "3", "4", "5", "6"),
+        "1 … 6",
+        "everything; GPUs; ranks; network; log; events",
+        {"view": "1-6 views", "narrow": "1-6"},
+    ),
+    Key(
+        ("up", "down", "j", "k"),
+        "↑ ↓ j k",
+        "select a host or rank; scroll",
+        {
+            "view": "↑↓ ⏎ open",
+            "narrow": "↑↓ ⏎",
+            "log": "↑↓ PgUp End",
+            "events": "↑↓ PgUp PgDn End",
+            "opened": "↑↓ PgUp PgDn",
+        },
+    ),
+    Key(("pageup", "pagedown", "home", "end"), "PgUp PgDn Home End", "a page up or down; to the first or last line"),
+    Key(("enter",), "Enter", "open the selected host, then its selected rank", {"opened": "⏎ open"}),
+    Key(("/",), "/", "search; Enter finds the newest line", {"log": "/ n N find"}, "log"),
+    Key(("n", "N"), "n N", "the next line with the text, further back or forward", {}, "log"),
+    Key(("f",), "f", "also the lines that every step prints", {"log": "f all"}, "log"),
+    Key(("L",), "L", "only errors", {"log": "L errors"}, "log"),
+    Key(("F",), "F", "only the selected host, then its selected rank", {"log": "F host/rank"}, "log"),
+    Key(("w",), "w", "wrap lines, or cut them", {"log": "w wrap"}, "log"),
+    Key(("left", "right"), "← →", "scroll sideways", {"log": "←→"}, "log"),
+    Key(("w",), "w", "wrap events, or cut them; view 6 always wraps them", {"events": "w wrap"}, "events"),
+    Key(
+        ("tab", "shift+tab"),
+        "Tab",
+        "in view 1: move between hosts, events and log",
+        {"view": "Tab pane", "narrow": "Tab", "events": "Tab pane  6 all of them, whole"},
+    ),
+    Key(
+        ("left", "right", "[", "]"),
+        "← → [ ]",
+        "go back or forward 10 s, or a minute; End and Esc return to now",
+        {"view": "← → back in time", "narrow": "← →"},
+    ),
+    Key(("<", ">"), "< >", "recording: half or double speed; → at its end skips 10 s"),
+    Key(("/",), "/", "filter hosts by name, state or notes", {"view": "/ find", "narrow": "/"}),
+    Key(("s", "o", "C"), "s o C", "sort; only hosts with problems; fewer columns", {"narrow": "s"}),
+    Key(
+        ("m",),
+        "m",
+        "quantity of the cells: power, utilization, memory, temperature, clock, network, busy seconds",
+        {"view": "m heat", "narrow": "m", "opened": "m heat"},
+    ),
+    Key(
+        ("+", "=", "-"),
+        "+ -",
+        "time range of the graphs: 10 minutes, 1 hour, 8 hours, the whole run",
+        {"view": "+- time", "narrow": "+ -", "opened": "+- time"},
+    ),
+    Key(
+        (" ", "space"),
+        "Space",
+        "freeze and resume the screen, which misses nothing; pause a recording",
+        {"view": "Space pause", "narrow": "Space"},
+    ),
+    Key(("T",), "T", "colors for a dark or light background"),
+    Key(
+        ("a",),
+        "a",
+        "show what every rank does and which one holds up the run",
+        {"view": "a why", "narrow": "a"},
+    ),
+    Key(("e",), "e", "the first error of all hosts, with its traceback", {"narrow": "e"}),
+    Key(
+        ("c", "p", "M", "R", "S"),
+        "c p M R S",
+        "save now; trace the next step; list what memory holds; restart through the guard; stop (both save first)",
+    ),
+    Key(("!",), "!", "a shell on the selected host"),
+    Key(("y",), "y", "show the state as text and copy it (OSC 52); in the log, copy its lines", {"log": "y copy"}),
+    Key(("x",), "x", "end the command that is shown", {"command": "x ends it"}),
+    Key(("r",), "r", "read the hosts file again"),
+    Key(
+        ("escape", "q", "Q"),
+        "Esc q",
+        "one level back; q at the top quits",
+        {
+            "log": "Esc q back",
+            "events": "Esc q back",
+            "command": "Esc q leaves it, and it goes on  ↑↓ PgUp PgDn",
+            "opened": "Esc q back",
+        },
+    ),
+    Key(
+        ("?", "h"),
+        "? h",
+        "this page",
+        {"view": "? keys", "narrow": "?", "log": "? keys", "events": "? keys", "opened": "? keys"},
+    ),
+    Key((), "Ctrl-C Ctrl-Z", "quit, and nothing is left on any host; suspend", {"view": "q quit", "narrow": "q"}),
+)
+FOOTERS = {
+    kind: (" " if kind == "narrow" else "  ").join(key.footers[kind] for key in KEYS if kind in key.footers)
+    for kind in ("view", "narrow", "log", "events", "command", "opened")
+}
+PLACES = {"": "", "log": "In the log, which stands still while it is read:", "events": "In the events:"}
+LEGEND = """a, c, p, M, R, S and ! ask first. Esc leaves a command running; an event says how it ended.
 
 Graphs: s a save, e an evaluation, r a restart; ┄ what was planned. ▁ to █ and its color: how much. — is unknown, never 0.
 Cells: a bar or number per GPU; ! a GPU that deviates from the median, has an error, a throttle reason, or whose rank delays the others.
@@ -62,6 +153,15 @@ Gb/s: InfiniBand and RoCE, all ports, both ways; without them the busiest interf
 States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no connection, and why),
   NO-DRIVER, SMI-HUNG (nvidia-smi does not answer), HUNG (its rank is the one the others wait for), FAILED.
 "at risk": the steps since the newest checkpoint, and their hours summed over all ranks, lost if the run died now."""
+
+
+def help_lines() -> list[str]:
+    """Return the help page."""
+    lines = ["cluster-top: every host, every GPU, every rank, the training and its logs"]
+    for place, heading in PLACES.items():
+        rows = [key for key in KEYS if key.where == place]
+        lines += ["", *([heading] if heading else ()), *(f"  {key.shown:18}  {key.does}" for key in rows)]
+    return [*lines, "", *LEGEND.split("\n")]
 
 
 @dataclasses.dataclass(slots=True)
