@@ -1,6 +1,7 @@
 """A hosts file that lacks hosts of a run: stop and status name and reach them, and say nothing of what they did not ask."""
 
 import contextlib
+import dataclasses
 
 import pytest
 from fakes import FakeFleet
@@ -14,7 +15,7 @@ from llama405b_tools.agent import processes
 from llama405b_tools.agent.messages import StatusReply
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run.judge import RunState
-from llama405b_tools.run.query import ask_hosts, failures_of, states_of
+from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.verbs import status, stop
 
 
@@ -31,6 +32,10 @@ def fleet(monkeypatch, tmp_path):
         for verb in (stop, status):
             monkeypatch.setattr(verb, "Fleet", lambda hosts: contextlib.nullcontext(found))
         yield found
+
+
+def without_c(handle):
+    return dataclasses.replace(handle, replies={name: reply for name, reply in handle.replies.items() if name != "c"})
 
 
 def alive(fleet):
@@ -110,18 +115,28 @@ def test_a_run_that_is_stopped_on_some_hosts_only_is_not_well(fleet):
     stopped = fleet.fakes["b"]
     stopped.alive, stopped.stopped_by = False, "me@here"
     stopped.node_status = NodeStatus("b", NodeState.STOPPED, 2, 1, 1)
-    (failure,) = failures_of({name: found for name, found in ask_hosts(fleet, "r")[1].items() if name != "c"})
+    (failure,) = without_c(ask_hosts(fleet, "r")).failures()
     assert (failure.host, failure.cause.kind, failure.cause.by) == ("a", CauseKind.HALF_STOPPED, "me@here")
     fleet.fakes["a"].node_status = NodeStatus("a", NodeState.RUNNING, 3, 1, 1)  # a new launch, which is on its way to b
-    assert failures_of({name: found for name, found in ask_hosts(fleet, "r")[1].items() if name != "c"}) == []
+    assert without_c(ask_hosts(fleet, "r")).failures() == []
 
 
 def test_a_host_that_an_interrupted_launch_did_not_reach_has_lost_no_files(fleet):
     fleet.hosts |= {"a": fleet.hosts["b"]}
     fleet.fakes["b"].plan = None
-    assert states_of(ask_hosts(fleet, "r")[1])["b"].state is RunState.FILES_GONE
+    assert ask_hosts(fleet, "r").states()["b"].state is RunState.FILES_GONE
     fleet.fakes["a"].blames = (FailureRecord(2, "a", Cause(CauseKind.NOT_KEPT, "a")),)
     fleet.fakes["a"].alive, fleet.fakes["a"].node_status = False, NodeStatus("a", NodeState.KILLED, 2, 1, 1, signal=15)
-    _, seen = ask_hosts(fleet, "r")
-    assert states_of(seen)["b"].state is RunState.NEVER_STARTED
-    assert CauseKind.NOT_KEPT not in [failure.cause.kind for failure in failures_of(seen)]
+    seen = ask_hosts(fleet, "r")
+    assert seen.states()["b"].state is RunState.NEVER_STARTED
+    assert CauseKind.NOT_KEPT not in [failure.cause.kind for failure in seen.failures()]
+
+
+def test_the_plan_comes_from_a_host_where_the_run_is_alive(fleet):
+    fleet.hosts["a"] = fleet.hosts["b"]  # after b
+    fleet.fakes["b"].alive = False
+    fleet.fakes["a"].plan = dataclasses.replace(fleet.fakes["a"].plan, attempt=7)
+    handle = ask_hosts(fleet, "r")
+    assert ([*handle.host_runs], handle.live_hosts, handle.fetch_plan().attempt) == (["b", "a"], ["a"], 7)
+    fleet.fakes["a"].alive = False
+    assert ask_hosts(fleet, "r").fetch_plan().attempt == fleet.fakes["b"].plan.attempt

@@ -17,9 +17,9 @@ def test_a_failure_says_its_gpu_and_whose_log_to_read(monkeypatch, tmp_path, cap
     with running_fleet(("a", "b"), plan("-m", "mine", attempt=1, created=1.0)) as fleet:
         fleet.fakes["b"].alive = False
         fleet.fakes["b"].node_status = over("b", Cause(CauseKind.RANK_KILLED, "b", 1, signal=9, gpu="4")).node.status
-        run, seen = ask_hosts(fleet, "r")
-    assert print_run(run, seen, None, as_json=False, logs="llama405b logs hosts --run r") == 1
-    said = "b: exited 1: rank 1 (GPU 4) was killed by SIGKILL; `llama405b logs hosts --run r --rank 1` shows its log\n"
+        seen = ask_hosts(fleet, "r")
+    assert print_run(seen, None, as_json=False) == 1
+    said = f"b: exited 1: rank 1 (GPU 4) was killed by SIGKILL; `{seen.command('logs')} --rank 1` shows its log\n"
     assert capsys.readouterr().out.endswith(said)
 
 

@@ -17,7 +17,7 @@ from llama405b_tools.run import judge, log_reader
 from llama405b_tools.run.follow import watch_run
 from llama405b_tools.run.hang import Pace
 from llama405b_tools.run.judge import Failure, RunState, failure_words
-from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, run_row, states_of
+from llama405b_tools.run.query import ask_hosts, newest_checkpoint, run_row
 from llama405b_tools.verbs import status
 
 
@@ -29,8 +29,8 @@ def fleet(monkeypatch, tmp_path):
 
 
 def test_a_run_that_lives(fleet):
-    run, seen = ask_hosts(fleet, None)
-    assert (run, failures_of(seen)) == ("r", [])
+    seen = ask_hosts(fleet, None)
+    assert (seen.run, seen.failures()) == ("r", [])
 
 
 def test_the_host_where_it_began_is_first(fleet):
@@ -38,15 +38,15 @@ def test_the_host_where_it_began_is_first(fleet):
     for name, cause in causes.items():
         host = fleet.fakes[name]
         host.alive, host.node_status = False, over(name, cause).node.status
-    failures = failures_of(ask_hosts(fleet, "r")[1])
+    failures = ask_hosts(fleet, "r").failures()
     assert [failure.cause for failure in failures] == list(causes.values())
     assert judge.first_failure(failures).host == "b"
 
 
 def test_a_host_that_cannot_be_asked_is_a_failure_and_hides_no_other(fleet):
     fleet.fakes["a"].faults["status"] = HostError("gone")
-    run, seen = ask_hosts(fleet, None)
-    assert (run, [failure.cause.kind for failure in failures_of(seen)]) == ("r", [CauseKind.UNREACHABLE])
+    seen = ask_hosts(fleet, None)
+    assert (seen.run, [failure.cause.kind for failure in seen.failures()]) == ("r", [CauseKind.UNREACHABLE])
     fleet.fakes["b"].faults["status"] = HostError("gone")
     with pytest.raises(HostError):
         ask_hosts(fleet, None)
@@ -56,30 +56,30 @@ def test_a_host_that_does_not_know_the_run(fleet):
     fleet.fakes["b"].plan = None
     for host in fleet.fakes.values():
         host.members = ("a",)
-    assert [failure.cause.kind for failure in failures_of(ask_hosts(fleet, "r")[1])] == [CauseKind.NO_RUN]
+    assert [failure.cause.kind for failure in ask_hosts(fleet, "r").failures()] == [CauseKind.NO_RUN]
     with pytest.raises(UserError):
         ask_hosts(fleet, "rr")
 
 
 def test_a_host_back_without_its_files_is_not_one_that_was_never_started(fleet):
     fleet.fakes["b"].plan = None
-    _, seen = ask_hosts(fleet, "r")
-    assert [failure.cause.kind for failure in failures_of(seen)] == [CauseKind.FILES_GONE]
-    assert states_of(seen)["b"].state is RunState.FILES_GONE
+    seen = ask_hosts(fleet, "r")
+    assert [failure.cause.kind for failure in seen.failures()] == [CauseKind.FILES_GONE]
+    assert seen.states()["b"].state is RunState.FILES_GONE
 
 
 @pytest.mark.parametrize(("on_b", "standing"), [(None, RunState.FILES_GONE), ("plan", RunState.NEVER_STARTED)])
 def test_a_host_that_a_launch_has_not_come_to_yet_is_starting(fleet, on_b, standing):
     a, b = fleet.fakes["a"], fleet.fakes["b"]
     b.alive, b.plan, real = False, on_b and b.plan, a.run
-    assert states_of(ask_hosts(fleet, "r")[1])["b"].state is standing
+    assert ask_hosts(fleet, "r").states()["b"].state is standing
     a.run = lambda: dataclasses.replace(real(), launching=True)
-    _, seen = ask_hosts(fleet, "r")
-    assert ({name: each.state for name, each in states_of(seen).items()}["b"], failures_of(seen)) == (
+    seen = ask_hosts(fleet, "r")
+    assert ({name: each.state for name, each in seen.states().items()}["b"], seen.failures()) == (
         RunState.STARTING,
         [],
     )
-    assert "never started" not in run_row("r", {name: run for name, run in seen.items() if run})[3]
+    assert "never started" not in run_row("r", seen.host_runs)[3]
 
 
 def hang(fleet):
@@ -99,10 +99,10 @@ def hang(fleet):
 def test_a_hang_is_told_by_every_verb_as_whoever_ended_it_decided(fleet):
     decided = hang(fleet)
     assert (decided.host, decided.cause.kind) == ("b", CauseKind.HUNG)
-    _, seen = ask_hosts(fleet, "r")
-    named = judge.first_failure(failures_of(seen))
+    seen = ask_hosts(fleet, "r")
+    named = judge.first_failure(seen.failures())
     assert (named.host, named.cause) == ("b", decided.cause)
-    failed, lines = log_reader.find_first_error(fleet, "r", seen)
+    failed, lines = log_reader.find_first_error(seen)
     assert failed
     assert failure_words(named) in lines[0]
 
@@ -116,9 +116,9 @@ def test_a_hang_of_an_attempt_before_is_told_as_well(fleet):
             plan("-m", "mine", created=1.0),
         )
         host.node_status = dataclasses.replace(host.node_status, state=NodeState.RUNNING, attempt=2, cause=None)
-    _, seen = ask_hosts(fleet, "r")
-    assert failures_of(seen) == []
-    failed, lines = log_reader.find_first_error(fleet, "r", seen)
+    seen = ask_hosts(fleet, "r")
+    assert seen.failures() == []
+    failed, lines = log_reader.find_first_error(seen)
     assert failed
     assert "attempt 1" in lines[0]
     assert failure_words(Failure("b", decided.cause)) in lines[0]
@@ -134,7 +134,7 @@ def test_ends_are_ordered_whatever_the_hosts_clocks_say(fleet):
             clock,
             dataclasses.replace(end, state=NodeState.RUNNING, cause=None),
         )
-    _, lines = log_reader.find_first_error(fleet, "r", ask_hosts(fleet, "r")[1])
+    _, lines = log_reader.find_first_error(ask_hosts(fleet, "r"))
     assert "b: " in lines[0]
     assert "and after it: a" in lines[-1]
 

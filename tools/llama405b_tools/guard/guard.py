@@ -45,10 +45,8 @@ from llama405b_tools.run.query import (
     Notice,
     ask_hosts,
     disk_words,
-    fetch_plan,
     guard_of_hosts,
     guard_reports,
-    host_runs_of,
     newest_checkpoint,
     run_notify_command,
     unsaved_words,
@@ -70,10 +68,10 @@ def adopt_run(request: LaunchRequest, fleet: Fleet) -> Plan | None:
         HostError: A host of it was lost meanwhile.
     """
     try:
-        _, run_replies = ask_hosts(fleet, request.run)
+        handle = ask_hosts(fleet, request.run)
     except UserError:
         return None  # it is new, or launch reports what is wrong
-    host_runs = host_runs_of(run_replies)
+    host_runs = handle.host_runs
     status = _refuse_guarded(request, host_runs.values())
     alive = (
         host_runs
@@ -82,7 +80,7 @@ def adopt_run(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     )
     if not alive or any(run.stopped_by for run in host_runs.values()):
         return None  # which launch reports
-    plan = fetch_plan(fleet, next(iter(alive)), request.run)
+    plan = handle.fetch_plan()
     if not _matches_request(request, fleet, plan) or {run.created for run in alive.values()} != {plan.created}:
         return None
     send_guard_note(fleet, plan, requested_guard(request))

@@ -48,7 +48,7 @@ from llama405b_tools.run.backends import stop_hosts
 from llama405b_tools.run.follow import RunMonitor, watch_run
 from llama405b_tools.run.hang import Pace
 from llama405b_tools.run.judge import Failure, failure_words, unstopped_hosts
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, host_runs_of, run_progress
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, run_progress
 from llama405b_tools.run.screen import show
 
 SLACK_S = 120.0  # to start, and for the probe that is running when the time is over
@@ -219,7 +219,7 @@ def wait_for_losses(step: int, fleet: Fleet, plan: Plan, load_s: float) -> dict[
 
 def last_loss(fleet: Fleet, plan: Plan) -> dict[int, float]:
     """Return the last step's loss by its step; {} if no host knows one."""
-    _, latest = run_progress(host_runs_of(ask_hosts(fleet, plan.run)[1]).values())
+    _, latest = run_progress(ask_hosts(fleet, plan.run).host_runs.values())
     return {latest.step: latest.loss} if isinstance(latest, Metrics) and latest.attempt == plan.attempt else {}
 
 

@@ -21,7 +21,7 @@ from llama405b_tools.agent.messages import RUNNER_END_TIMEOUT_S, STOP_TIMEOUT_S,
 from llama405b_tools.agent.processes import record_failure
 from llama405b_tools.hosts.fleet import CLI, DEFAULT_HOSTS_FILE, Fleet, read_hosts, run_streaming
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import HostError, replies
+from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run.query import ask_hosts, host_of, plan_in_directory
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.words import fold_names
@@ -242,7 +242,7 @@ class JobBackend:
     def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> StopOutcomes:
         """See ``Backend``; Slurm then tells whether the job is gone, and the files how the run ended."""
         is_gone = stop_job(self.directory, job_of(run), fleet.hosts, by, grace_s)
-        answers = replies(ask_hosts(fleet, run)[1])
+        answers = ask_hosts(fleet, run).host_runs
         return {name: StopReply(True, True, job_left=not is_gone, node=answers.get(name)) for name in fleet.hosts}
 
     def stop_launch(self, fleet: Fleet, plan: Plan, blame: FailureRecord | None, grace_s: float = 0.0) -> StopOutcomes:

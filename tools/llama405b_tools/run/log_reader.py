@@ -26,11 +26,9 @@ from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.run.query import (
     HostMessage,
-    RunReplies,
+    RunHandle,
     Streams,
     Unreachable,
-    failures_of,
-    host_runs_of,
     is_guarded,
 )
 from llama405b_tools.text.words import (
@@ -54,23 +52,23 @@ TAIL_BYTES = 1 << 24  # of a log in which the reason is looked for
 MAX_TRIES = 3  # to read it
 
 
-def find_first_error(fleet: Fleet, run: str, run_replies: RunReplies, attempt: int = 0) -> tuple[bool, list[str]]:
+def find_first_error(handle: RunHandle, attempt: int = 0) -> tuple[bool, list[str]]:
     """Return whether a run failed, and where the failure began, as lines.
 
     ``attempt``: 0 is the newest that failed, even if the guard has restarted the run since.
     """
-    host_runs = host_runs_of(run_replies)
-    failures, failed_attempt = failures_of(run_replies), 0
+    run, host_runs = handle.run, handle.host_runs
+    failures, failed_attempt = handle.failures(), 0
     if attempt or not failures:
         failures, failed_attempt = _past_failures(host_runs, attempt)
     if not failures:
         return False, [
-            f"run {run}: no failure on {pluralize(len(run_replies), 'host')}{fmt_if(' in attempt {}', attempt)}"
+            f"run {run}: no failure on {pluralize(len(handle.replies), 'host')}{fmt_if(' in attempt {}', attempt)}"
         ]
     worst = judge.first_failure(failures)
     lines = [f"run {run}{fmt_if(', attempt {}', failed_attempt)}: {worst.host}: {failure_words(worst)}"]
     if worst.host in host_runs:
-        lines += _failure_output(fleet, run, worst, host_runs[worst.host], failed_attempt)
+        lines += _failure_output(handle.fleet, run, worst, host_runs[worst.host], failed_attempt)
     if others := sorted({failure.host for failure in failures} - {worst.host}):
         lines.append(f"and after it: {', '.join(others)}")
     return True, lines

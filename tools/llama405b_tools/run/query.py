@@ -56,6 +56,83 @@ HOST_OF_PLAN = Host("", "hosts:1")  # its messages name the usual file, which is
 
 
 RunReplies = dict[str, HostRun | HostError | None]  # what each host knows about a run; None: the host does not know it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunHandle:
+    """A run, and what each of its hosts knows of it."""
+
+    fleet: Fleet
+    run: str
+    replies: RunReplies
+
+    @property
+    def host_runs(self) -> dict[str, HostRun]:
+        """The run as each host that knows it reports it."""
+        return {name: run for name, run in replies(self.replies).items() if run}
+
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """Why hosts could not be asked."""
+        return failure_texts(self.replies)
+
+    @property
+    def live_hosts(self) -> list[str]:
+        """The hosts on which it is alive."""
+        return [name for name, run in self.host_runs.items() if run.alive]
+
+    @property
+    def members(self) -> set[str]:
+        """All hosts of the run, as its hosts know them."""
+        return {name for run in self.host_runs.values() for name in run.hosts}
+
+    @property
+    def head(self) -> str:
+        """The host of rank 0; "" if it is not among those that know the run."""
+        return next((name for name, run in self.host_runs.items() if run.first_rank == 0), "")
+
+    def command(self, verb: str) -> str:
+        """Return a command about it, to be typed by the user."""
+        return self.fleet.command_to_type(verb, self.run)
+
+    def fetch_plan(self) -> Plan:
+        """Return the plan of its newest attempt, from a host where it is alive if there is one."""
+        host = next(iter([*self.live_hosts, *self.host_runs]))
+        return self.fleet.call(host, describe.planned, STATUS_TIMEOUT_S, self.run)
+
+    def fetch_account(self) -> Account | None:
+        """Return what its time went into, if the host of rank 0 answers."""
+        return account_of_head(self.fleet, self.run, self.head) if self.head in self.fleet.hosts else None
+
+    def seconds_to_save(self) -> float:
+        """Return how long to let it save: twice its last save, as one may be under way, and a margin."""
+        return MIN_GRACE_S + 2 * max((run.save_s for run in self.host_runs.values()), default=0.0)
+
+    def states(self) -> dict[str, HostRunState]:
+        """Return its state on every host that answered."""
+        members, runs = self.members, self.host_runs.values()
+        all_started, launching = judge.all_hosts_started(runs), any(run.launching for run in runs)
+        return {
+            name: judge.state_of_run(run, is_member=name in members, all_started=all_started, launching=launching)
+            for name, run in replies(self.replies).items()
+        }
+
+    def failures(self) -> list[Failure]:
+        """Return a failure for every host where something is wrong."""
+        unreachable = [
+            Failure(name, Cause(CauseKind.UNREACHABLE, name, detail=why)) for name, why in self.unreachable.items()
+        ]
+        failed = [judge.failure_of(name, state) for name, state in self.states().items()]
+        runs = self.host_runs
+        failures = [*unreachable, *filter(None, failed), *judge.half_stopped_failures(runs)]
+        if not failures:
+            return []
+        recorded = [blame for run in runs.values() for blame in run.blames]
+        return judge.apply_failure_record(
+            failures, judge.find_failure_record(max((run.attempt for run in runs.values()), default=0), recorded)
+        )
+
+
 HEADINGS = ("run", "launched", "hosts", "state", "step")
 
 
@@ -64,7 +141,7 @@ def operator_name() -> str:
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
-def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, RunReplies]:
+def ask_hosts(fleet: Fleet, run: str | None) -> RunHandle:
     """Find the requested run, and what each host knows about it.
 
     Raises:
@@ -81,7 +158,7 @@ def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, RunReplies]:
     if not any(answers.values()):
         raise _no_run_error(fleet, run, outcomes)
     chosen = run or judge.choose_run(answers)
-    return chosen, _replies_about(chosen, outcomes)
+    return RunHandle(fleet, chosen, _replies_about(chosen, outcomes))
 
 
 def _no_run_error(fleet: Fleet, run: str | None, outcomes: Outcomes[StatusReply]) -> UserError:
@@ -96,40 +173,21 @@ def _no_run_error(fleet: Fleet, run: str | None, outcomes: Outcomes[StatusReply]
     return UserError(f"no run on these hosts yet{unreachable_words}; `{fleet.command_to_type('launch')} …` starts one")
 
 
-def host_runs_of(run_replies: RunReplies) -> dict[str, HostRun]:
-    """Return the run as each host that knows it reports it."""
-    return {name: run for name, run in replies(run_replies).items() if run}
-
-
-def members_of(run_replies: RunReplies) -> set[str]:
-    """Return the names of all hosts of the run, as its hosts know them."""
-    return {name for run in host_runs_of(run_replies).values() for name in run.hosts}
-
-
-def head_of(run_replies: RunReplies) -> str:
-    """Return the host of rank 0; "" if it is not among those that know the run."""
-    return next((name for name, run in host_runs_of(run_replies).items() if run.first_rank == 0), "")
-
-
-def fetch_plan(fleet: Fleet, host: str, run: str) -> Plan:
-    """Return the plan of a run's newest attempt from a host that knows it."""
-    return fleet.call(host, describe.planned, STATUS_TIMEOUT_S, run)
-
-
-def ask_run(fleet: Fleet, requested_run: str | None, *, has_local_files: bool) -> tuple[str, RunReplies]:
+def ask_run(fleet: Fleet, requested_run: str | None, *, has_local_files: bool) -> RunHandle:
     """Like ``ask_hosts``, with the hosts of the run that the hosts file lacks or names differently.
 
     They join the fleet under their names in the run's plan, and are reached by these or by their addresses in it, as the
     user and through the port of a host that knows them. ``has_local_files``: the files of all hosts are on this machine.
     """
-    run, run_replies = ask_hosts(fleet, requested_run)
-    if has_local_files or not members_of(run_replies) - set(fleet.hosts):
-        return run, run_replies
-    member = next(name for name, host_run in host_runs_of(run_replies).items() if host_run.hosts)
-    plan = fetch_plan(fleet, member, run)
-    others = [host_of(node, fleet.hosts[member]) for node in plan.nodes if node.name not in fleet.hosts]
+    handle = ask_hosts(fleet, requested_run)
+    if has_local_files or not handle.members - set(fleet.hosts):
+        return handle
+    member = next(name for name, host_run in handle.host_runs.items() if host_run.hosts)
+    nodes = handle.fetch_plan().nodes
+    others = [host_of(node, fleet.hosts[member]) for node in nodes if node.name not in fleet.hosts]
     fleet.add_hosts(others)
-    return run, run_replies | _replies_about(run, _ask_all(fleet, run, [host.name for host in others]))
+    added_replies = _replies_about(handle.run, _ask_all(fleet, handle.run, [host.name for host in others]))
+    return dataclasses.replace(handle, replies=handle.replies | added_replies)
 
 
 def host_of(node: Node, like: Host = HOST_OF_PLAN) -> Host:
@@ -204,44 +262,12 @@ def newest_checkpoint(fleet: Fleet, run: str) -> Path | None:
     return max(paths, key=step_of, default=None)
 
 
-def seconds_to_save(run_replies: RunReplies) -> float:
-    """Return how long to let a run save: twice its last save, as one may be under way, and a margin."""
-    return MIN_GRACE_S + 2 * max((run.save_s for run in host_runs_of(run_replies).values()), default=0.0)
-
-
 def run_progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | EvaluationMetrics | None]:
     """Return a run's newest checkpoint ('' for none), and its last step or evaluation."""
     host_runs = list(runs)
     saved = max((host_run.checkpoint for host_run in host_runs if host_run.checkpoint), default="")
     metrics = [host_run.metrics for host_run in host_runs if host_run.metrics]
     return saved, max(metrics, key=lambda entry: entry.step, default=None)
-
-
-def states_of(run_replies: RunReplies) -> dict[str, HostRunState]:
-    """Return the state of the run on every host that answered."""
-    members, runs = members_of(run_replies), host_runs_of(run_replies).values()
-    all_started, launching = judge.all_hosts_started(runs), any(run.launching for run in runs)
-    return {
-        name: judge.state_of_run(run, is_member=name in members, all_started=all_started, launching=launching)
-        for name, run in replies(run_replies).items()
-    }
-
-
-def failures_of(run_replies: RunReplies) -> list[Failure]:
-    """Return a failure for every host where something is wrong."""
-    unreachable = [
-        Failure(name, Cause(CauseKind.UNREACHABLE, name, detail=why))
-        for name, why in failure_texts(run_replies).items()
-    ]
-    failed = [judge.failure_of(name, state) for name, state in states_of(run_replies).items()]
-    runs = host_runs_of(run_replies)
-    failures = [*unreachable, *filter(None, failed), *judge.half_stopped_failures(runs)]
-    if not failures:
-        return []
-    recorded = [blame for run in runs.values() for blame in run.blames]
-    return judge.apply_failure_record(
-        failures, judge.find_failure_record(max((run.attempt for run in runs.values()), default=0), recorded)
-    )
 
 
 def hosts_by_run(outcomes: Outcomes[StatusReply]) -> dict[str, dict[str, HostRun]]:
@@ -350,12 +376,6 @@ class Streams:
 
 MIN_SHARE = 0.0005  # of the time: smaller shares are not listed
 MAX_XIDS = 3  # in the line of an incident
-
-
-def account_of_run(fleet: Fleet, run: str, seen: RunReplies) -> Account | None:
-    """Ask the host of rank 0, if it is among those that answered."""
-    head = head_of(seen)
-    return account_of_head(fleet, run, head) if head in fleet.hosts else None
 
 
 def account_of_head(fleet: Fleet, run: str, head: str) -> Account | None:

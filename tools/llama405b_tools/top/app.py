@@ -470,7 +470,7 @@ class TopApp(App[int]):
 
         def search() -> None:
             try:
-                lines = log_reader.find_first_error(fleet, *ask_hosts(fleet, run or None))[1]
+                lines = log_reader.find_first_error(ask_hosts(fleet, run or None))[1]
             except Exception as error:  # noqa: BLE001 - shown on screen, which continues
                 lines = [str(error)]
             self._post_lines(FIRST_ERROR, lines)

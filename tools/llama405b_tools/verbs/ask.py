@@ -24,11 +24,8 @@ from llama405b_tools.run.judge import unstopped_hosts
 from llama405b_tools.run.query import (
     STATUS_TIMEOUT_S,
     ask_hosts,
-    fetch_plan,
     guard_of_hosts,
     guard_reports,
-    head_of,
-    host_runs_of,
     operator_name,
     run_progress,
 )
@@ -122,19 +119,18 @@ def _describe_end(nodes: Sequence[HostRun]) -> str:
 
 def find_head(fleet: Fleet, requested_run: str | None) -> tuple[str, Plan, Sequence[HostRun]]:
     """Return the host of a live run's rank 0, the run's plan, and its hosts' reports."""
-    run, host_replies = ask_hosts(fleet, requested_run)
-    host_runs, head = host_runs_of(host_replies), head_of(host_replies)
-    live_hosts = [name for name, host_run in host_runs.items() if host_run.alive]
-    if not live_hosts:
-        raise UserError(f"run {run} is not running; `{fleet.command_to_type('status', run)}` says how it ended")
-    plan = fetch_plan(fleet, live_hosts[0], run)
+    handle = ask_hosts(fleet, requested_run)
+    run, head = handle.run, handle.head
+    if not handle.live_hosts:
+        raise UserError(f"run {run} is not running; `{handle.command('status')}` says how it ended")
+    plan = handle.fetch_plan()
     if not plan.trains:
         raise UserError(f"run {run} runs your own program, which takes no requests")
     if not head:
         raise UserError(
             f"run {run} has its rank 0 on {plan.nodes[0].name}, which is not one of these hosts; name a hosts file that has it"
         )
-    return head, plan, [*host_runs.values()]
+    return head, plan, [*handle.host_runs.values()]
 
 
 def send_request(fleet: Fleet, head: str, run: str, kind: RequestKind, wait_s: float, steps: int = 1) -> RunEvent:

@@ -15,7 +15,6 @@ from typing import NoReturn
 from llama405b.contract.errors import RunError, UserError, exit_code_for
 from llama405b_tools.hosts.fleet import Fleet, command_to_type
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import failure_texts, replies
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.run.screen import build_session, operator_socket, window_command
@@ -33,16 +32,16 @@ def main(argv: Sequence[str]) -> int:
         logs = command_to_type("logs", None, args.run or "")
         raise UserError(f"attach: a Slurm job has no tmux session; `{logs} -f` shows every rank")
     with Fleet(backend.hosts()) as fleet:
-        run, host_replies = ask_hosts(fleet, args.run)
-    sessions = {fleet.hosts[name]: reply.tmux for name, reply in replies(host_replies).items() if reply and reply.alive}
-    unreachable = failure_texts(host_replies)
+        handle = ask_hosts(fleet, args.run)
+    run, unreachable = handle.run, handle.unreachable
+    sessions = {fleet.hosts[name]: handle.host_runs[name].tmux for name in handle.live_hosts}
     if args.host in unreachable:
         raise RunError(f"attach: {args.host}: {unreachable[args.host]}")
     if unreachable and not sessions:
         name, why = next(iter(unreachable.items()))
         raise RunError(f"attach: {name}: {why}")
     if not sessions:
-        raise UserError(f"run {run} is not running on any host; `{fleet.command_to_type('logs', run)}` shows its logs")
+        raise UserError(f"run {run} is not running on any host; `{handle.command('logs')}` shows its logs")
     os.environ.pop("TMUX", None)
     if args.host:
         attach_host(args.host, run, sessions)

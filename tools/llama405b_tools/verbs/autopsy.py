@@ -13,7 +13,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.diagnosis import Autopsy, DiagnosisKind, save_autopsy, take_autopsy
 from llama405b_tools.run.hang import HANG_AFTER_S
-from llama405b_tools.run.query import ask_run, fetch_plan, host_runs_of
+from llama405b_tools.run.query import ask_run
 from llama405b_tools.verbs.arguments import verb_parser
 
 EXIT_CODES: dict[DiagnosisKind, int] = {
@@ -42,11 +42,10 @@ def main(argv: Sequence[str]) -> int:
             f"run {backend.run} is a Slurm job, and its nodes are not reached over SSH; if SSH works, name a hosts file that lists them"
         )
     with Fleet(backend.hosts()) as fleet:
-        run, host_replies = ask_run(fleet, backend.run, has_local_files=False)
-        host_runs = host_runs_of(host_replies)
-        if not any(host_run.alive or host_run.leftovers for host_run in host_runs.values()):
-            raise UserError(f"run {run} is not running; `{fleet.command_to_type('status', run)}` says how it ended")
-        autopsy = take_autopsy(fleet, fetch_plan(fleet, next(iter(host_runs)), run), hang_after_s)
+        handle = ask_run(fleet, backend.run, has_local_files=False)
+        if not any(host_run.alive or host_run.leftovers for host_run in handle.host_runs.values()):
+            raise UserError(f"run {handle.run} is not running; `{handle.command('status')}` says how it ended")
+        autopsy = take_autopsy(fleet, handle.fetch_plan(), hang_after_s)
     directory = save_autopsy(autopsy)
     if args.json:
         print(json.dumps(_json_record(autopsy, str(directory or ""))))

@@ -35,11 +35,11 @@ def main(argv: Sequence[str]) -> int:
             f"run {backend.run} is a Slurm job, so this must be one too: `{_slurm_command(backend.run, args.step)}`"
         )
     with Fleet(backend.hosts()) as fleet:
-        run, host_replies = ask_hosts(fleet, backend.run)
-        reply = request_report(fleet, run, host_replies)
+        handle = ask_hosts(fleet, backend.run)
+        run, reply = handle.run, request_report(handle)
         if reply.alive:
             raise UserError(
-                f"run {run} is still training on the same GPUs; `{fleet.command_to_type('stop', run)}` saves and stops it"
+                f"run {run} is still training on the same GPUs; `{handle.command('stop')}` saves and stops it"
             )
         if not reply.settings:
             raise UserError(f"run {run}: no config.toml; name a run of the trainer, not of your own program")

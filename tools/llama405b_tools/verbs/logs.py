@@ -16,11 +16,10 @@ from llama405b.contract.errors import EXIT_DETACHED, UserError, exit_code_for, p
 from llama405b.settings.parser import OneLineParser
 from llama405b_tools.agent.messages import HostRun
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.transport import failure_texts
 from llama405b_tools.run import log_reader
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.log_reader import LogPrinter, LogReader
-from llama405b_tools.run.query import RunReplies, ask_hosts, host_runs_of, is_guarded
+from llama405b_tools.run.query import RunHandle, ask_hosts, is_guarded
 from llama405b_tools.text.words import fold_ranks
 from llama405b_tools.verbs.arguments import verb_parser
 
@@ -54,36 +53,34 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(backend.hosts()) as fleet:
         if unknown := [name for name in args.host if name not in fleet.hosts]:
             raise UserError(f"--host: {unknown[0]!r} is not in {args.hosts}; use one of {', '.join(fleet.hosts)}")
-        run, host_replies = ask_hosts(fleet, backend.run)
-        _check_filters(show, args.host, run, host_replies)
+        handle = ask_hosts(fleet, backend.run)
+        _check_filters(show, args.host, handle)
         if args.first_error:
-            failed, lines = log_reader.find_first_error(fleet, run, host_replies, max(0, show.attempt))
+            failed, lines = log_reader.find_first_error(handle, max(0, show.attempt))
             print("\n".join(lines))
             return exit_code_for(failed)
-        unreachable = failure_texts(host_replies)
+        unreachable = handle.unreachable
         for name, fault in unreachable.items():
             print(f"- {name}: {fault}", file=sys.stderr)
         shown_hosts = args.host or fleet.hosts
-        first_ranks = {
-            name: host_run.first_rank for name, host_run in host_runs_of(host_replies).items() if name in shown_hosts
-        }
-        request = show.request(run, follow=args.follow, forever=args.follow and is_guarded(run))
+        first_ranks = {name: run.first_rank for name, run in handle.host_runs.items() if name in shown_hosts}
+        request = show.request(handle.run, follow=args.follow, forever=args.follow and is_guarded(handle.run))
         try:
             with contextlib.closing(show):
-                LogReader(fleet, run, first_ranks, request).show_all(show)
+                LogReader(fleet, handle.run, first_ranks, request).show_all(show)
         except KeyboardInterrupt:
             return EXIT_DETACHED
     return exit_code_for(unreachable)
 
 
-def _check_filters(show: LogPrinter, hosts: Sequence[str], run: str, host_replies: RunReplies) -> None:
+def _check_filters(show: LogPrinter, hosts: Sequence[str], handle: RunHandle) -> None:
     """Refuse filters that cannot match anything in the run's logs."""
-    host_runs = host_runs_of(host_replies)
+    run, host_runs = handle.run, handle.host_runs
     max_attempt = max((reply.attempt for reply in host_runs.values()), default=0)
     if show.attempt > max_attempt:
         attempts_text = f"attempts 1 to {max_attempt}" if max_attempt > 1 else "only attempt 1"
         raise UserError(f"--attempt: run {run} has {attempts_text}, not {show.attempt}")
-    if hosts_without_run := [name for name in hosts if host_replies[name] is None]:
+    if hosts_without_run := [name for name in hosts if handle.replies[name] is None]:
         raise UserError(f"--host: {hosts_without_run[0]} has no part of run {run}; use one of {', '.join(host_runs)}")
     if show.ranks:
         _check_ranks(show.ranks, hosts, run, host_runs)

@@ -17,31 +17,30 @@ from llama405b.settings.parser import OneLineParser
 from llama405b_tools.agent import reports
 from llama405b_tools.agent.reports import ReportReply
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.transport import HostError, replies
 from llama405b_tools.report.page import format_report, render_page
 from llama405b_tools.report.summary import Summary
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.query import RunReplies, ask_run
+from llama405b_tools.run.query import RunHandle, ask_run
 from llama405b_tools.verbs.arguments import verb_parser
 
 GATHER_TIMEOUT_S = 120.0  # a long run's metrics can be a hundred megabytes
 
 
-def fetch_report(fleet: Fleet, run: str, host_replies: RunReplies) -> ReportReply:
+def fetch_report(handle: RunHandle) -> ReportReply:
     """Fetch the report from the host of rank 0; refuse if it has no steps."""
-    reply = request_report(fleet, run, host_replies)
+    reply = request_report(handle)
     if not (reply.points or reply.evaluations):
         raise UserError(
-            f"run {run}: its metrics have no step; it has not taken one yet, or it runs your own program, which writes none"
+            f"run {handle.run}: its metrics have no step; it has not taken one yet, or it runs your own program, which writes none"
         )
     return reply
 
 
-def request_report(fleet: Fleet, run: str, host_replies: RunReplies) -> ReportReply:
+def request_report(handle: RunHandle) -> ReportReply:
     """Fetch the report from the host of rank 0, even if it is empty."""
-    head = next((name for name, host_run in replies(host_replies).items() if host_run and host_run.first_rank == 0), "")
+    run, head, fleet = handle.run, handle.head, handle.fleet
     if head not in fleet.hosts:
-        fault_note = next((f": {name}: {why}" for name, why in host_replies.items() if isinstance(why, HostError)), "")
+        fault_note = next((f": {name}: {why}" for name, why in handle.unreachable.items()), "")
         raise RunError(f"run {run}: cannot reach the host of its rank 0, which has its metrics{fault_note}")
     return fleet.call(head, reports.report_of, GATHER_TIMEOUT_S, run, head)
 
@@ -56,13 +55,13 @@ def main(argv: Sequence[str]) -> int:
     if waiting := backend.waiting():
         raise UserError(f"{waiting.description}; there is nothing to report yet")
     with Fleet(backend.hosts()) as fleet:
-        run, host_replies = ask_run(fleet, backend.run, has_local_files=backend.has_local_files)
-        summary = Summary(run, fetch_report(fleet, run, host_replies), args.price, fleet.command_to_type("logs", run))
+        handle = ask_run(fleet, backend.run, has_local_files=backend.has_local_files)
+        summary = Summary(handle.run, fetch_report(handle), args.price, handle.command("logs"))
     encoding = sys.stdout.encoding or ""
     width = shutil.get_terminal_size((100, 24)).columns
     for line in format_report(summary, min(width, 120), PLOT_LINES, plain=not encoding.lower().startswith("utf")):
         print(line)
-    out = args.out or _default_path(run)
+    out = args.out or _default_path(handle.run)
     try:
         write_atomic(out, render_page(summary))
     except OSError as error:

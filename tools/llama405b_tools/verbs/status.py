@@ -17,19 +17,15 @@ from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.judge import Failure, HostRunState, failure_words, format_state, log_words
 from llama405b_tools.run.query import (
     GuardStatus,
-    RunReplies,
+    RunHandle,
     account_line,
-    account_of_run,
     all_runs,
     ask_run,
-    failures_of,
     guard_line,
     guard_of_hosts,
     guard_reports,
-    host_runs_of,
     incident_line,
     run_progress,
-    states_of,
 )
 from llama405b_tools.text.figures import fmt_or_dash, format_columns
 from llama405b_tools.text.words import fold_numbers
@@ -51,30 +47,28 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(backend.hosts()) as fleet:
         if args.all:
             return print_runs(fleet, as_json=args.json)
-        run, host_replies = ask_run(fleet, backend.run, has_local_files=backend.has_local_files)
-        account, logs = account_of_run(fleet, run, host_replies), fleet.command_to_type("logs", run)
-    return print_run(run, host_replies, account, as_json=args.json, logs=logs)
+        handle = ask_run(fleet, backend.run, has_local_files=backend.has_local_files)
+        account = handle.fetch_account()
+    return print_run(handle, account, as_json=args.json)
 
 
-def print_run(run: str, host_replies: RunReplies, account: Account | None, *, as_json: bool, logs: str) -> int:
-    """Print the hosts' reports on a run; return the exit code. ``logs``: the command that shows its logs."""
-    host_runs = host_runs_of(host_replies)
-    failures, runs = failures_of(host_replies), list(host_runs.values())
+def print_run(handle: RunHandle, account: Account | None, *, as_json: bool) -> int:
+    """Print the hosts' reports on a run; return the exit code."""
+    run, host_runs = handle.run, handle.host_runs
+    failures, runs = handle.failures(), list(host_runs.values())
     guard = find_needed_guard(run, runs, is_needed=bool(failures))
     faults = (
         bool(failures) or any(reply.unsaved or reply.unsent for reply in runs) or (guard is not None and guard.is_gone)
     )
     if as_json:
-        print(json.dumps(_json_record(run, host_replies, failures, guard, account, is_good=not faults)))
+        print(json.dumps(_json_record(handle, failures, guard, account, is_good=not faults)))
         return exit_code_for(faults)
     mesh = next((reply.mesh.label for reply in runs if reply.mesh), "")
     print(f"run {run}{fmt_if(', ranks as {}', mesh)}")
     headings = ("host", "state", "ranks", "phase", "step", "heard")
-    states = states_of(host_replies)
-    print(
-        format_columns(headings, [_row(name, reply, states.get(name)) for name, reply in host_replies.items()]),
-        flush=True,
-    )
+    states = handle.states()
+    rows = [_row(name, reply, states.get(name)) for name, reply in handle.replies.items()]
+    print(format_columns(headings, rows), flush=True)
     if guard:
         print(guard_line(guard))
     if account:
@@ -85,7 +79,7 @@ def print_run(run: str, host_replies: RunReplies, account: Account | None, *, as
     print_copies(host_runs)
     if failures:
         worst = judge.first_failure(failures)
-        print(f"{worst.host}: {failure_words(worst)}{log_words(worst, logs)}")
+        print(f"{worst.host}: {failure_words(worst)}{log_words(worst, handle.command('logs'))}")
     return exit_code_for(faults)
 
 
@@ -98,8 +92,7 @@ def find_needed_guard(run: str, runs: Sequence[HostRun], *, is_needed: bool) -> 
 
 
 def _json_record(
-    run: str,
-    host_replies: RunReplies,
+    handle: RunHandle,
     failures: Sequence[Failure],
     guard: GuardStatus | None,
     account: Account | None,
@@ -108,7 +101,7 @@ def _json_record(
 ) -> dict[str, Json]:
     """Return the status as JSON, for scripts."""
     hosts: dict[str, Json] = {}
-    for name, host_reply in host_replies.items():
+    for name, host_reply in handle.replies.items():
         if isinstance(host_reply, HostError):
             hosts[name] = {"error": str(host_reply)}
         else:
@@ -119,7 +112,7 @@ def _json_record(
     )
     account_record: Json = dataclasses.asdict(account) | {"goodput": account.goodput} if account else None
     return {
-        "run": run,
+        "run": handle.run,
         "ok": is_good,
         "failures": failure_lines,
         "guard": guard_record,

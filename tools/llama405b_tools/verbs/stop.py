@@ -16,7 +16,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError, failure_texts, replies
 from llama405b_tools.run.backends import Backend, backend_of
 from llama405b_tools.run.judge import unstopped_hosts
-from llama405b_tools.run.query import ask_run, members_of, operator_name, run_progress, seconds_to_save
+from llama405b_tools.run.query import ask_run, operator_name, run_progress
 from llama405b_tools.text.figures import format_columns
 from llama405b_tools.verbs.arguments import resolve_hosts, verb_parser
 
@@ -54,18 +54,16 @@ def end_run(backend: Backend, grace_s: float | None) -> int:
             print(still_waiting.description)
         return exit_code_for(not is_cancelled)
     with Fleet(backend.hosts()) as fleet:
-        run, host_replies = ask_run(
-            fleet, backend.run and check_run_name(backend.run), has_local_files=backend.has_local_files
-        )
-        dismiss_guard(RunDir.from_name(run))
+        handle = ask_run(fleet, backend.run and check_run_name(backend.run), has_local_files=backend.has_local_files)
+        dismiss_guard(RunDir.from_name(handle.run))
         if grace_s is None:
-            grace_s = seconds_to_save(host_replies)
+            grace_s = handle.seconds_to_save()
             print(
                 f"the trainer has up to {grace_s:.0f} s to save; --grace 0 does not wait", file=sys.stderr, flush=True
             )
-        outcomes = backend.stop(fleet, run, operator_name(), grace_s)
-    members, stop_replies = members_of(host_replies), replies(outcomes)
-    print(f"run {run}")
+        outcomes = backend.stop(fleet, handle.run, operator_name(), grace_s)
+    members, stop_replies = handle.members, replies(outcomes)
+    print(f"run {handle.run}")
     rows = [_row(name, outcome, is_member=name in members) for name, outcome in outcomes.items()]
     print(format_columns(("host", "before", "now"), rows), flush=True)
     print_saved(list(stop_replies.values()), grace_s)
