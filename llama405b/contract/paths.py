@@ -126,7 +126,6 @@ class RunDir:
     report = _RunPath("report.html")
     guard = _RunPath("guard.json")
     guard_log = _RunPath("guard.log")
-    guard_order = _NamedRunPath("status/.{}.guard-order")
     job = _RunPath("slurm.json")
     job_request = _RunPath("request.json")
     job_script = _RunPath("job.sh")

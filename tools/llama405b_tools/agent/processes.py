@@ -360,14 +360,6 @@ def tmux_session(host: str) -> str:
     return re.sub(r"[.:]", "_", host)
 
 
-def guard_socket(run: RunDir) -> str:
-    """Return the name of the tmux server of a guard on a host.
-
-    It cannot equal a run's server name, because run names have no '+'.
-    """
-    return f"{tmux_socket(run)}+guard"
-
-
 def start_session(server: str, session: str, argv: Sequence[str]) -> int:
     """Start a program in a new session of a tmux server; returns the program's pid.
 
@@ -565,7 +557,6 @@ def call_slurm(argv: Sequence[str], excluded: Collection[str] = ()) -> "subproce
         ) from None
 
 
-GUARD_SESSION = "guard"
 DISMISS_TIMEOUT_S = 10.0
 
 
@@ -656,20 +647,6 @@ def dismiss_guard(run: RunDir) -> tuple[int, ...]:
     while is_same_process(guard.pid, guard.pid_start) and time.monotonic() < deadline:
         time.sleep(0.05)
     return (guard.pid,) if is_same_process(guard.pid, guard.pid_start) else ()
-
-
-def end_own_session(run: RunDir) -> None:
-    """End the tmux session of this process, a guard that is about to end."""
-    if Path(os.environ.get("TMUX", "").partition(",")[0]).name == guard_socket(run):
-        end_guard_session(run)
-
-
-def end_guard_session(run: RunDir) -> None:
-    """End the session that shows the log of a guard on this host, if there is one."""
-    kill = ["tmux", "-L", guard_socket(run), "kill-session", "-t", f"={GUARD_SESSION}"]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(kill, capture_output=True, timeout=TMUX_END_TIMEOUT_S, check=False)
-    remove_dead_sockets(ending_socket=guard_socket(run))
 
 
 def record_failure(run: RunDir, host: str, blame: FailureRecord) -> None:

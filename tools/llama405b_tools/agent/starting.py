@@ -82,7 +82,6 @@ def stop(
     _end_session(run_dir, host)
     with contextlib.suppress(OSError):
         run_dir.secrets(host).unlink()
-    run_dir.guard_order(host).unlink(missing_ok=True)
     if discard and run.endswith(REHEARSAL) and not remaining:
         shutil.rmtree(checkpoint_root(run_dir, plan), ignore_errors=True)
     has_files = run_dir.path.is_dir() and (plan is NO_PLAN or plan.find_node(host) is not None)

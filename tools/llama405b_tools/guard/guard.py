@@ -29,7 +29,7 @@ from llama405b.contract.records import Cause, CauseKind, EventKind, FailureRecor
 from llama405b.spec.plan import Plan
 from llama405b_tools.agent import processes
 from llama405b_tools.agent.messages import DiskSpace, HostRun
-from llama405b_tools.agent.processes import end_own_session, machine_id
+from llama405b_tools.agent.processes import machine_id
 from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, failure_texts, replies
@@ -567,7 +567,6 @@ def main() -> int:
 
         def on_dismissed(*_: object) -> None:
             guard.write_record(GuardStage.STOPPED, "dismissed: the run was stopped or launched again")
-            end_own_session(RunDir.from_name(guard_input.plan.run))
             # at once: no `finally` of the interrupted code may run
             os._exit(EXIT_FAILED)
 
@@ -579,8 +578,6 @@ def main() -> int:
             guard.update_hosts()
             guard.notify(Notice.GAVE_UP, guard.record.message)
             raise
-        finally:
-            end_own_session(RunDir.from_name(guard_input.plan.run))
 
 
 if __name__ == "__main__":

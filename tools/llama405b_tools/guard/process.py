@@ -2,8 +2,9 @@
 
 On this machine it needs no terminal; on a host of the run it outlives the operator's machine.
 
-``connect`` and ``begin`` are actions of the agent on that host. The guard runs in its own tmux server there, and makes
-its own connections to the hosts of the run, with that host's keys, ``~/.ssh/config`` and ``known_hosts``.
+``connect`` and ``begin`` are called on that host. Either way the guard is one process in a session of its own, which no end of a
+terminal or connection reaches; it makes its own connections to the hosts of the run, with that machine's keys, ``~/.ssh/config``
+and ``known_hosts``.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from llama405b.spec.plan import Plan
 from llama405b_tools.agent import processes
 from llama405b_tools.agent.machine import check_writable_directory
 from llama405b_tools.agent.messages import START_REPLY_TIMEOUT_S, START_TIMEOUT_S
-from llama405b_tools.agent.processes import guard_socket, resolve_run_dir, start_session, write_private
+from llama405b_tools.agent.processes import resolve_run_dir
 from llama405b_tools.guard.guard import GuardInput
 from llama405b_tools.hosts.fleet import Fleet, is_local, program_name, ssh_user
 from llama405b_tools.hosts.inventory import Host
@@ -90,19 +91,20 @@ def check_guard_directory(run: str) -> None:
 
 
 def spawn_guard(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> GuardProcess:
-    """Start the guard of a run that is up, in a session of its own.
+    """Start the guard of a run that is up, on this machine.
 
     Raises:
         RunError: It cannot be started, or its log cannot be written.
     """
     try:
-        return _start_process(GuardInput(request, tuple(hosts), plan), RunDir.from_name(plan.run).guard_log)
+        return _start_process(GuardInput(request, tuple(hosts), plan))
     except OSError as error:
         raise RunError(f"{fmt_if('{}: ', error.filename)}{reason_of(error)}") from None
 
 
-def _start_process(guard_input: GuardInput, path: Path) -> GuardProcess:
+def _start_process(guard_input: GuardInput) -> GuardProcess:
     """Start the guard's process; its input goes through a pipe, as it has secrets."""
+    path = resolve_run_dir(guard_input.plan.run).guard_log
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as log:
         log_offset = log.tell()
@@ -117,12 +119,6 @@ def _start_process(guard_input: GuardInput, path: Path) -> GuardProcess:
     child.stdin.write(reader.dumps(guard_input).encode())
     child.stdin.close()
     return GuardProcess(guard_input.plan.run, child, path, log_offset)
-
-
-# $0: the guard's log, $1: its order, then its command. The pane only shows the log: closing it does not end the guard.
-SESSION_SCRIPT = (
-    'order=$1; shift; { rm "$order"; exec "$@"; } <"$order" >>"$0" 2>&1 & exec tail --pid=$! -n 100 -F "$0"'
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,21 +193,14 @@ def begin(request: GuardInput) -> tuple[int, str]:
     """Start the guard on this host, and wait until it watches; return its process ID, or why it did not start."""
     run = resolve_run_dir(request.plan.run)
     processes.dismiss_guard(run)  # the guard of an earlier launch of this name
-    processes.end_guard_session(run)
     run.guard.unlink(missing_ok=True)
-    order = run.guard_order(request.request.guard_on)
-    write_private(order, reader.dumps(request))
-    run.guard_log.touch()
-    argv = ["sh", "-c", SESSION_SCRIPT, str(run.guard_log), str(order), *module_argv("llama405b_tools.guard.guard")]
-    try:
-        pane = start_session(guard_socket(run), processes.GUARD_SESSION, argv)
-    except RunError as error:
-        order.unlink(missing_ok=True)
-        return 0, f"tmux could not start a session ({error})"
+    process = _start_process(request)
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and processes.start_time(pane) is not None:
-        if (state := read_record(GuardState, run.guard)) and state.pid:
-            return state.pid, ""
+    while time.monotonic() < deadline and process.child.poll() is None:
+        if (state := read_record(GuardState, run.guard)) and state.pid == process.pid:
+            return process.pid, ""
         time.sleep(0.05)
-    last_line = last_or(run.guard_log.read_text(encoding="utf-8", errors="replace").splitlines())
-    return 0, f"the guard did not start ({last_line})"
+    process.child.kill()
+    with process.log.open(encoding="utf-8", errors="replace") as log:
+        log.seek(process.log_offset)
+        return 0, f"the guard did not start ({last_or(log.read().splitlines())})"
