@@ -40,7 +40,8 @@ def look(frame, event, _):
     if code.co_qualname == inside and event in ("call", "return"):
         depth += 1 if event == "call" else -1
     file = code.co_filename
-    if event == "call" and (depth or not inside) and file.startswith(root) and "/.venv/" not in file and code.co_name[0] != "<":
+    is_function = code.co_flags & 1 and code.co_name[0] != "<"  # no class body, which is run where its module is imported
+    if event == "call" and is_function and (depth or not inside) and file.startswith(root) and "/.venv/" not in file:
         found[file].add(code.co_qualname)
 def told():
     sys.setprofile(None)
