@@ -152,7 +152,7 @@ def put(*path):
     [
         (put("identity", "tools", "tmux", False), BAD, "tmux is not installed", "apt-get update && apt-get install tmux"),
         (put("identity", "tools", "ip", False), BAD, "ip (iproute2) is not installed", "apt-get install iproute2"),
-        (put("environment", "workdir_exists", False), BAD, "there is no /w", "llama405b setup"),
+        (put("environment", "workdir_exists", False), BAD, "there is no directory /w", "llama405b setup"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False}]), BAD, "/w cannot be written: permission denied", "change its owner, or choose another directory"),
         (put("environment", "packages", None), BAD, "its python cannot be run", "set python="),
         (put("environment", "packages", "torch", "missing"), BAD, "torch is not installed for its python", "llama405b setup"),

@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 
+from llama405b.contract.checkpoints import is_nearly_full
 from llama405b.settings import command
 from llama405b_tools.agent.launch_facts import LaunchFacts
 from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
-from llama405b_tools.hosts.fleet import program_name
+from llama405b_tools.agent.messages import DiskSpace
+from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch import host_rules, preflight
 from llama405b_tools.launch.findings import BAD, Finding, full_disk
@@ -22,6 +24,9 @@ from llama405b_tools.launch.host_facts import (
 from llama405b_tools.launch.host_rules import Requirements
 from llama405b_tools.launch.request import parse_launch
 from llama405b_tools.parsers import Rdma, SmiAnswer, parse_smi
+from llama405b_tools.run.query import disk_words
+from llama405b_tools.top.state import verdicts
+from llama405b_tools.top.state.frames import NO_FRAME
 
 GOOD = LaunchFacts(
     versions={}, tmux=True, tmux_fault="", ip=True, run_exists=False, attempt=0, owner="", alive=False, others=(), leftovers=(),
@@ -99,6 +104,23 @@ def test_what_differs_is_what_was_asked_for_and_what_can_be_chosen(to_launch, to
 )
 def test_a_disk_that_launch_takes_is_not_bad(free, levels):
     assert [finding.level for finding in full_disk("/w", free, None)] == levels
+
+
+@pytest.mark.parametrize(("free_gib", "total_gib"), [(0.9, 10), (1, 10), (19, 1000), (21, 1000)])
+def test_doctor_the_guard_and_cluster_top_call_the_same_disks_nearly_full(free_gib, total_gib):
+    free, total = int(free_gib * (1 << 30)), total_gib << 30
+    listed = host_rules.host_findings(HostFacts(**disks(free=free, size=total)), Requirements(), is_head=False)
+    guard = disk_words({"a": [DiskSpace("/w", free, total)]})
+    frame = dataclasses.replace(NO_FRAME, disks=(("/w", free, total),))
+    assert bool([*listed]) == bool(guard) == bool(verdicts.full_disks(frame)) == is_nearly_full(free, total)
+
+
+def test_doctor_names_a_missing_directory_as_every_other_verb_does():
+    gone = dataclasses.replace(UNKNOWN_ENVIRONMENT, workdir="/w")
+    needs = Requirements(program=program_name(), hosts_arg=" h")
+    listed = [str(each) for each in host_rules.host_findings(HostFacts(environment=gone), needs, is_head=False)]
+    fault = Fleet([Host("a", "h:1", workdir="/w")]).explain_fault("a", "sh: 1: cd: can't cd to /w")
+    assert str(fault) in listed
 
 
 def test_a_finding_reads_as_a_clause():

@@ -341,7 +341,8 @@ def read_directory_facts(path, with_rates, is_checkpoint_dir):
     """Return facts about a directory that a run would write to, or about its nearest existing parent."""
     directory = nearest_existing_directory(path)
     facts = {"path": path, "free": disk_free_bytes(directory), "writable": os.access(directory, os.W_OK)}
-    facts["read_only"] = bool(os.statvfs(directory).f_flag & os.ST_RDONLY)
+    stat = os.statvfs(directory)
+    facts["read_only"], facts["size"] = bool(stat.f_flag & os.ST_RDONLY), stat.f_blocks * stat.f_frsize
     facts["free_files"] = disk_free_files(directory)
     if facts["writable"] and not facts["read_only"]:
         facts["refuses"] = unsupported_operation(directory, is_checkpoint_dir)

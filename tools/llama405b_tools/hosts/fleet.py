@@ -369,7 +369,7 @@ class Fleet:
         if module_match:
             return HostError(f"{python} has no llama405b in {workdir}; run `{setup}`, or set workdir= or python=")
         if parsers.NO_DIRECTORY.search(last_output):
-            return HostError(f"there is no directory {workdir}; run `{setup}`, or set workdir=")
+            return HostError("; ".join(missing_workdir(workdir, f"`{setup}`")))
         if last_output.startswith(calls.MALFORMED):
             return HostError(f"{last_output.removeprefix(calls.MALFORMED).strip()}{self._version_difference(name)}")
         if cannot_run or re.match(
@@ -425,6 +425,11 @@ class Fleet:
     def workdir(self, name: str) -> str:
         """Return the working directory on a host."""
         return self.hosts[name].workdir or os.getcwd()  # noqa: PTH109
+
+
+def missing_workdir(workdir: str, setup: str) -> tuple[str, str]:
+    """Return what is wrong with a host without its working directory, and what to do. ``setup``: the command to type."""
+    return f"there is no directory {workdir}", f"run {setup}, or set workdir="
 
 
 def _connect(host: Host) -> Connection:

@@ -6,7 +6,7 @@ doctor lists every finding; launch refuses a host for the first bad one.
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from llama405b.contract.checkpoints import LOW_BYTES
+from llama405b.contract.checkpoints import is_nearly_full
 from llama405b.contract.errors import fmt_if, pluralize
 from llama405b.predict.hardware import GIB
 from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
@@ -59,13 +59,17 @@ def missing_gpus(n_gpus: int, slots: int, fault: str = "") -> Finding:
 
 
 def full_disk(
-    path: str, free_bytes: int | None, free_files: int | None, elsewhere: str = "set workdir= on another disk"
+    path: str,
+    free_bytes: int | None,
+    free_files: int | None,
+    elsewhere: str = "set workdir= on another disk",
+    total_bytes: int = 0,
 ) -> Iterator[Finding]:
-    """Yield findings on the disk of a directory that a run writes to. None: unknown, or no limit."""
+    """Yield findings on the disk of a directory that a run writes to. None: unknown, or no limit; 0 in total: unknown."""
     if free_bytes is not None and free_bytes < MIN_FREE_BYTES:
         free = f"{free_bytes / (1 << 20):.0f} MiB free at {path}"
         yield Finding(BAD, f"its disk is full ({free})", f"make room, or {elsewhere}")
-    elif free_bytes is not None and free_bytes < LOW_BYTES:
+    elif free_bytes is not None and is_nearly_full(free_bytes, total_bytes):
         free = f"{free_bytes / GIB:.2f} GiB free at {path}"
         yield Finding(WARN, f"its disk is nearly full ({free})", f"make room, or {elsewhere}")
     if free_files is not None and free_files < MIN_FREE_FILES:

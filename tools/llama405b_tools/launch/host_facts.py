@@ -68,12 +68,12 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Filesystem:
-    """A mounted filesystem (``mount``, ``type``, ``size``), or the one that holds a requested directory (``path``)."""
+    """A mounted filesystem (``mount``, ``type``), or the one that holds a requested directory (``path``)."""
 
     free: int | None  # bytes; None: unknown
     mount: str = ""
     type: str = ""
-    size: int = 0
+    size: int = 0  # bytes; 0: unknown
     path: str = ""
     writable: bool = True
     read_only: bool = False  # for everybody

@@ -12,6 +12,7 @@ from llama405b.predict.search import MEMORY_SPREAD, Fit
 from llama405b.settings.schema import Config
 from llama405b_tools import parsers
 from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
+from llama405b_tools.hosts.fleet import missing_workdir
 from llama405b_tools.hosts.inventory import LOOPBACK
 from llama405b_tools.hosts.transport import find_disagreement, group_same_machine
 from llama405b_tools.launch.findings import (
@@ -111,7 +112,7 @@ def _check_programs(facts: HostFacts, needs: Requirements) -> Findings:
     identity, place, setup = facts.identity or UNKNOWN_IDENTITY, facts.environment, needs.command_to_type("setup")
     yield from missing_programs(identity.tools, setup)
     if place and not place.workdir_exists:
-        yield Finding(BAD, f"there is no {place.workdir}", f"{setup} puts the project there; or set workdir=")
+        yield Finding(BAD, *missing_workdir(place.workdir, setup))
     if facts.kill_user_processes and identity.user != "root":
         problem = "logind kills your processes, and the run, when you log out (KillUserProcesses=yes)"
         yield Finding(BAD, problem, "run there: loginctl enable-linger")
@@ -314,7 +315,7 @@ def _check_disks(facts: HostFacts) -> Findings:
 
 def _check_disk(entry: Filesystem, elsewhere: str) -> Findings:
     """Check the filesystem of a directory that a run writes to. ``elsewhere``: what to do instead of mending it."""
-    yield from full_disk(entry.path, entry.free, entry.free_files, elsewhere)
+    yield from full_disk(entry.path, entry.free, entry.free_files, elsewhere, entry.size)
     fault = None
     if entry.read_only:
         fault = DirectoryFault.READ_ONLY
