@@ -110,7 +110,7 @@ def test_faults_of_hosts_side_by_side(hosts, operator):
         hosts.exec(2, "sh", "-c", f"rm -r {metadata}; mv /tmp/away {packages}/torch-2.0.0.dist-info")
         hosts.exec(3, "mv", "/usr/bin/tmux.away", "/usr/bin/tmux")
     assert "node-3: tmux is not installed" in shown
-    assert "node-4: there is no /nowhere/at/all" in shown
+    assert "node-4: there is no directory /nowhere/at/all" in shown
     assert re.search(r"node-2: torch is 2\.\S+ on most hosts, but node-2 has 2\.99\.0", shown)
     assert "node-[1,4] cannot reach" not in shown
     assert re.search(r"node-1 cannot reach it on the training network", shown)  # node-4, from node-1

@@ -58,7 +58,7 @@ def test_cache_and_scratch_are_each_nodes_own(run, monkeypatch):
 
 
 def test_a_place_that_cannot_be_written_is_refused(run):
-    with pytest.raises(SystemExit, match="b: --cache: /etc/passwd/hf cannot be created or written"):
+    with pytest.raises(SystemExit, match="b: --cache=/etc/passwd/hf cannot be created or written"):
         meet(
             run, a=where("10.0.0.1"), b=where("10.0.0.2", places={"cache": check_writable_directory("/etc/passwd/hf")})
         )

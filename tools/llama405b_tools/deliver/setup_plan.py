@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from llama405b.contract.errors import UserError, fmt_if
 from llama405b_tools.hosts.transport import module_line
+from llama405b_tools.launch.findings import PROGRAMS
 
 UV_PYTHON = "3.12"
 MIN_PYTHON = (3, 11)
@@ -153,7 +154,7 @@ def up_to_date_test(options: SetupOptions) -> str:
 
 
 def _program_steps(facts: Mapping[str, str]) -> list[SetupStep]:
-    missing = [package for program, package in (("tmux", "tmux"), ("ip", "iproute2")) if f"has_{program}" not in facts]
+    missing = [package for program, package in PROGRAMS.items() if f"has_{program}" not in facts]
     if not missing:
         return []
     names = " ".join(missing)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 
 from llama405b.contract.checkpoints import is_nearly_full
 from llama405b.contract.errors import fmt_if, pluralize
-from llama405b.predict.hardware import GIB
 from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
 
 BAD, WARN, NOTE = "bad", "warning", "note"
@@ -70,7 +69,7 @@ def full_disk(
         free = f"{free_bytes / (1 << 20):.0f} MiB free at {path}"
         yield Finding(BAD, f"its disk is full ({free})", f"make room, or {elsewhere}")
     elif free_bytes is not None and is_nearly_full(free_bytes, total_bytes):
-        free = f"{free_bytes / GIB:.2f} GiB free at {path}"
+        free = f"{free_bytes / (1 << 30):.2f} GiB free at {path}"
         yield Finding(WARN, f"its disk is nearly full ({free})", f"make room, or {elsewhere}")
     if free_files is not None and free_files < MIN_FREE_FILES:
         free = f"{pluralize(free_files, 'more file')} can be created at {path}"

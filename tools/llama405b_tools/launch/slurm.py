@@ -44,7 +44,7 @@ from llama405b_tools.agent.processes import read_secrets, write_secrets
 from llama405b_tools.hosts.fleet import command_to_type
 from llama405b_tools.hosts.transport import list_disagreements
 from llama405b_tools.launch import sbatch
-from llama405b_tools.launch.findings import place_words, unwritable
+from llama405b_tools.launch.findings import unwritable
 from llama405b_tools.launch.placement import HostSpec, LaunchSpec, RunSpec, build_plan
 from llama405b_tools.launch.preflight import name_remedy
 from llama405b_tools.launch.request import LaunchRequest
@@ -369,9 +369,8 @@ def _check_places(reports: Mapping[str, NodeReport]) -> None:
             if "$" in place.path or not place.path.startswith("/"):
                 why = f"{place.path!r} is not a full path on that node; set its variables there, or name another directory"
                 raise SystemExit(f"{name}: --{key}: {why}")
-            if place.fault:
-                why = f"{place.path} cannot be created or written: {place_words(place)}; name another directory"
-                raise SystemExit(f"{name}: --{key}: {why}")
+            for finding in unwritable(place, "name another directory", f"--{key}"):
+                raise SystemExit(f"{name}: {finding}")
 
 
 def _host_spec(name: str, report: NodeReport, address: str) -> HostSpec:
