@@ -129,7 +129,7 @@ def test_what_the_kernel_does_not_tell_is_left_out(tmp_path, monkeypatch):
     counts = {
         f"/proc/{pid}/io": text for pid, text in ((5, ""), (6, "rchar: 10\nwchar: 7\nsyscr: 900\nread_bytes: 4096\n"))
     }
-    monkeypatch.setattr(sampler, "read_small_text", lambda path: counts[path])
+    monkeypatch.setattr(sampler, "read_text", lambda path: counts[path])
     assert sampler.sample_io([5, 6]) == [[6, 4113]]
     monkeypatch.undo()
     assert sampler.sample_io([GONE]) == []

@@ -38,7 +38,7 @@ from llama405b.contract.records import (
     parse_position,
 )
 from llama405b.spec.plan import Node, Plan, read_plan
-from llama405b_tools.agent import processes
+from llama405b_tools.agent import facts, processes
 from llama405b_tools.agent.describe import checkpoint_root, is_run_alive, read_heartbeats, read_save_state
 from llama405b_tools.agent.messages import RankHeartbeat
 from llama405b_tools.agent.processes import resolve_run_dir
@@ -283,12 +283,13 @@ class ProcessCounters:
     @classmethod
     def from_pid(cls, pid: int) -> "ProcessCounters":
         """Read the counters; zeros if the process is gone."""
-        fields = _read_text(f"/proc/{pid}/stat").rpartition(") ")[2].split()
+        fields = facts.read_text(f"/proc/{pid}/stat").rpartition(") ")[2].split()
         if len(fields) < 13:
             return cls()
-        io = dict(line.split(": ") for line in _read_text(f"/proc/{pid}/io").splitlines() if ": " in line)
+        io = dict(line.split(": ") for line in facts.read_text(f"/proc/{pid}/io").splitlines() if ": " in line)
         schedstats = [
-            _read_text(f"/proc/{pid}/task/{task}/schedstat").split() for task in _list_directory(f"/proc/{pid}/task")
+            facts.read_text(f"/proc/{pid}/task/{task}/schedstat").split()
+            for task in _list_directory(f"/proc/{pid}/task")
         ]
         return cls(
             (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
@@ -315,7 +316,7 @@ class ProcessCounters:
 def throttled_s(pid: int) -> float:
     """Return how long CPU limits have throttled the process so far: its control group's, or one above it."""
     longest_s = 0.0
-    for line in _read_text(f"/proc/{pid}/cgroup").splitlines():
+    for line in facts.read_text(f"/proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
@@ -327,7 +328,7 @@ def throttled_s(pid: int) -> float:
         for group in (Path(path), *Path(path).parents):
             for root in roots:
                 stat = dict(
-                    entry.split() for entry in _read_text(f"{root}{group}/cpu.stat").splitlines() if " " in entry
+                    entry.split() for entry in facts.read_text(f"{root}{group}/cpu.stat").splitlines() if " " in entry
                 )
                 seconds = (int(stat.get("throttled_time", 0)) / 1e9, int(stat.get("throttled_usec", 0)) / 1e6)
                 longest_s = max(longest_s, *seconds)
@@ -339,7 +340,7 @@ def blocking_syscall(pid: int) -> str:
 
     For example ``write to pipe (its standard output)``.
     """
-    name, file = parse_syscall(_read_text(f"/proc/{pid}/syscall"), os.uname().machine)
+    name, file = parse_syscall(facts.read_text(f"/proc/{pid}/syscall"), os.uname().machine)
     if file is None:
         return name
     stream = {0: " (its standard input)", 1: " (its standard output)", 2: " (its standard error)"}.get(file, "")
@@ -352,7 +353,7 @@ def blocking_syscall(pid: int) -> str:
 
 def kernel_wait(pid: int) -> str:
     """Return the kernel function that the main thread waits in; "" if it runs, or /proc is unreadable."""
-    function = _read_text(f"/proc/{pid}/wchan").strip()
+    function = facts.read_text(f"/proc/{pid}/wchan").strip()
     return "" if function == "0" else function
 
 
@@ -370,7 +371,7 @@ def stalled_connections(pid: int) -> tuple[StalledConnection, ...]:
                 inodes.add(match[1])
     connections = []
     for table in ("tcp", "tcp6"):
-        for line in _read_text(f"/proc/{pid}/net/{table}").splitlines()[1:]:
+        for line in facts.read_text(f"/proc/{pid}/net/{table}").splitlines()[1:]:
             words = line.split()
             queued_bytes, timer = int(words[4].split(":")[0], 16), words[5].split(":")[0]
             retries = int(words[8]) if timer == WINDOW_PROBE_TIMER else int(words[6], 16)
@@ -390,12 +391,12 @@ def parse_proc_address(text: str) -> str:
 
 
 def _read_environment(pid: int) -> dict[str, str]:
-    entries = (entry.partition("=") for entry in _read_text(f"/proc/{pid}/environ").split("\0"))
+    entries = (entry.partition("=") for entry in facts.read_text(f"/proc/{pid}/environ").split("\0"))
     return {name: value for name, _, value in entries}
 
 
 def _read_status(pid: int) -> dict[str, str]:
-    lines = (line.partition(":") for line in _read_text(f"/proc/{pid}/status").splitlines())
+    lines = (line.partition(":") for line in facts.read_text(f"/proc/{pid}/status").splitlines())
     return {name: value.strip() for name, _, value in lines}
 
 
@@ -403,14 +404,6 @@ def _list_directory(directory: str) -> list[str]:
     with contextlib.suppress(OSError):
         return os.listdir(directory)  # noqa: PTH208
     return []
-
-
-def _read_text(path: str) -> str:
-    """Return the text of a /proc file; '' if the process is gone, or this user may not read it."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 SILENT_S = 15.0  # a rank that is silent for longer may be halted for an instant
@@ -526,13 +519,13 @@ def _read_conditions(run: RunDir, plan: Plan, node: Node, pool: concurrent.futur
     """Return the state of the host around the ranks."""
     # it may take seconds, as NCCL's answer may
     flight_files = pool.submit(dump_flight_records, [run.flight(rank) for rank in node.ranks], plan.created)
-    memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
+    memory = facts.memory_sizes()
     return HostConditions(
         link_up=_is_link_up(node.interface),
         load=os.getloadavg()[0],
         cores=os.cpu_count() or 0,
-        available_bytes=int(memory.get("MemAvailable", 0)) * 1024,
-        swap_used_bytes=(int(memory.get("SwapTotal", 0)) - int(memory.get("SwapFree", 0))) * 1024,
+        available_bytes=facts.memory()[1] or 0,
+        swap_used_bytes=memory.get("SwapTotal", 0) - memory.get("SwapFree", 0),
         disks=_check_disks([run.path, checkpoint_root(run, plan)]),
         kernel=_read_kernel_lines(time.time()),
         nccl=_query_nccl_ras(),

@@ -28,6 +28,7 @@ import threading
 import time
 
 from llama405b.contract.disk import disk_free_bytes, disk_free_files, unsupported_operation
+from llama405b_tools.agent.facts import disk_space, machine_name, marked_processes, memory, rdma_ports, read_text
 
 GPU_FIELDS = (
     "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,retired_pages.pending,"
@@ -125,25 +126,16 @@ def run(args, timeout=15, **popen_kwargs):
     return "TIMEOUT" if timed_out.is_set() else output.decode("utf-8", "replace")
 
 
-def read_file(path, default=""):
-    """Return the text of a small file."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(1 << 20)
-    except OSError:
-        return default
-
-
 def read_identity():
     """Return who the user is and what this machine is."""
-    release = dict(line.split("=", 1) for line in read_file("/etc/os-release").splitlines() if "=" in line)
+    release = dict(line.split("=", 1) for line in read_text("/etc/os-release").splitlines() if "=" in line)
     return {
         "hostname": socket.gethostname(),
         "os": release.get("PRETTY_NAME", "").strip('"'),
         "kernel": platform.release(),
         "arch": platform.machine(),
         "user": os.environ.get("USER") or str(os.getuid()),
-        "machine": read_file("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname(),
+        "machine": machine_name(),
         "cores": len(os.sched_getaffinity(0)),
         "upgraded_by": find_upgrade_service(),
         "must_reboot": os.path.exists("/run/reboot-required")
@@ -214,27 +206,24 @@ def read_nvidia_smi():
 def read_rdma() -> dict:
     """Return every port of every RDMA device, from sysfs."""
     ports = []
-    for path in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
-        parts = path.split("/")
+    for path, port in rdma_ports():
         gids = []
         for kind in sorted(glob.glob(path + "/gid_attrs/types/*"), key=lambda p: int(os.path.basename(p))):
             index = os.path.basename(kind)
-            gid, name = read_file(path + "/gids/" + index).strip(), read_file(kind).strip()
+            gid, name = read_text(path + "/gids/" + index).strip(), read_text(kind).strip()
             if name and gid.replace(":", "").strip("0"):
-                gids.append([int(index), name, gid, read_file(path + "/gid_attrs/ndevs/" + index).strip()])
-        device = "/".join(parts[:-2])
+                gids.append([int(index), name, gid, read_text(path + "/gid_attrs/ndevs/" + index).strip()])
+        interfaces = os.path.join(path, "../../device/net")
         ports.append(
-            {
-                "device": parts[-3],
-                "port": int(parts[-1]),
-                "state": read_file(path + "/state").strip(),
-                "rate": read_file(path + "/rate").strip(),
-                "link_layer": read_file(path + "/link_layer").strip(),
-                "gids": gids,
-                "netdevs": sorted(os.listdir(device + "/device/net")) if os.path.isdir(device + "/device/net") else [],
-            }
+            dict(
+                port,
+                port=int(port["port"]),
+                link_layer=read_text(path + "/link_layer").strip(),
+                gids=gids,
+                netdevs=sorted(os.listdir(interfaces)) if os.path.isdir(interfaces) else [],
+            )
         )
-    modules = read_file("/proc/modules")
+    modules = read_text("/proc/modules")
     return {"ports": ports, "peermem": "nvidia_peermem" in modules or "nv_peer_mem" in modules}
 
 
@@ -244,7 +233,7 @@ def read_network() -> dict:
     for line in (run(["ip", "-4", "-o", "addr"], 5) or "").splitlines():
         words = line.split()
         if len(words) > 3 and words[1] != "lo":
-            speed = read_file("/sys/class/net/%s/speed" % words[1]).strip()
+            speed = read_text("/sys/class/net/%s/speed" % words[1]).strip()
             addresses.append({"interface": words[1], "address": words[3].split("/")[0], "mbit": speed})
     route = (run(["ip", "-4", "route", "show", "default"], 5) or "").split()
     return {"addresses": addresses, "default": route[route.index("dev") + 1] if "dev" in route else ""}
@@ -272,7 +261,7 @@ def read_tmux_limits():
         deadline = time.time() + 5
         while not os.path.exists(target) and time.time() < deadline:
             time.sleep(0.02)
-        values = read_file(target).split()
+        values = read_text(target).split()
         if len(values) != 2:
             return {"failed": (text or "").strip() or "tmux wrote no limits"}
         return {"memlock_kib": values[0], "open_files": values[1]}
@@ -283,16 +272,11 @@ def read_tmux_limits():
 
 def read_memory():
     """Return RAM and shared memory in bytes."""
-    info = {}
-    for line in read_file("/proc/meminfo").splitlines():
-        words = line.split()
-        info[words[0].rstrip(":")] = int(words[1]) * 1024
-    limit = read_file("/sys/fs/cgroup/memory.max").strip()
-    total = info.get("MemTotal", 0)
+    total, available = memory()
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
-        "total": min(total, int(limit)) if limit.isdigit() else total,
-        "available": info.get("MemAvailable", 0),
+        "total": total or 0,
+        "available": available or 0,
         "shm_free": shm.f_bavail * shm.f_frsize if shm else 0,
     }
 
@@ -301,7 +285,7 @@ def kills_at_logout():
     """Return whether logind kills a user's processes, including tmux, at logout."""
     value = False
     for path in ["/etc/systemd/logind.conf"] + sorted(glob.glob("/etc/systemd/logind.conf.d/*.conf")):
-        for line in read_file(path).splitlines():
+        for line in read_text(path).splitlines():
             key, _, text = line.strip().partition("=")
             if key.strip() == "KillUserProcesses":
                 value = text.strip().lower() in ("yes", "true", "on", "1")
@@ -322,18 +306,14 @@ def read_disks(request):
 def list_filesystems():
     """Return filesystems larger than 1 GiB, each device once."""
     entries, seen = [], set()
-    for line in read_file("/proc/mounts").splitlines():
+    for line in read_text("/proc/mounts").splitlines():
         words = line.split()
         if len(words) < 3 or words[2] not in REAL_FILESYSTEMS or words[0] in seen or not os.path.isdir(words[1]):
             continue
         seen.add(words[0])
-        try:
-            stat = os.statvfs(words[1])
-        except OSError:
-            continue
-        size = stat.f_blocks * stat.f_frsize
+        free, size = disk_space(words[1]) or (0, 0)
         if size > (1 << 30):
-            entries.append({"mount": words[1], "type": words[2], "size": size, "free": stat.f_bavail * stat.f_frsize})
+            entries.append({"mount": words[1], "type": words[2], "size": size, "free": free})
     return entries
 
 
@@ -403,12 +383,12 @@ def resolve_in_workdir(request, path):
 
 def list_spare_drives():
     """Return NVMe drives that are not in use."""
-    mounts, drives = read_file("/proc/mounts"), []
+    mounts, drives = read_text("/proc/mounts"), []
     for path in sorted(glob.glob("/sys/block/nvme*n*")):
         name = os.path.basename(path)
         partitions = glob.glob(path + "/nvme*")
         if "/dev/" + name not in mounts and not partitions and not os.listdir(path + "/holders"):
-            drives.append({"device": "/dev/" + name, "size": int(read_file(path + "/size", "0") or 0) * 512})
+            drives.append({"device": "/dev/" + name, "size": int(read_text(path + "/size", "0") or 0) * 512})
     return drives
 
 
@@ -535,17 +515,12 @@ def hash_block(path, number):
 
 def find_leftovers():
     """Return processes of runs whose node runner is gone, by <run directory>:<host>."""
-    leftover_pids = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open("/proc/%s/environ" % pid, "rb") as file:
-                for item in file.read().split(b"\0"):
-                    value = os.fsdecode(item.partition(b"=")[2])
-                    if item.startswith(b"LLAMA405B_NODE=") and not has_runner(int(pid), value):
-                        leftover_pids.setdefault(value, []).append(int(pid))
-        except OSError:
-            continue
-    return leftover_pids
+    leftovers = {}
+    for value, marked_pids in marked_processes().items():
+        leftover_pids = [pid for pid in marked_pids if not has_runner(pid, value)]
+        if leftover_pids:
+            leftovers[value] = leftover_pids
+    return leftovers
 
 
 def has_runner(pid: int, value: str) -> bool:

@@ -11,7 +11,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from llama405b.spec.adapters import read_peft
 from llama405b.spec.models import Llama
 from llama405b.spec.plan import read_plan
 from llama405b.spec.tensors import read_tensors
-from llama405b_tools.agent import hostprobe, processes
+from llama405b_tools.agent import facts, hostprobe, processes
 from llama405b_tools.agent.describe import read_stop_mark
 from llama405b_tools.agent.machine import (
     DirectoryCheck,
@@ -166,14 +165,14 @@ def probe(request: ProbeRequest) -> LaunchFacts:
 
 def probe_head(request: ProbeRequest) -> None:
     """Print what launch must know about the head, and listen for the other hosts until its input closes."""
-    facts, shared_directory = _collect_facts(request), _shared_directory(request)
+    launch_facts, shared_directory = _collect_facts(request), _shared_directory(request)
     listener = hostprobe.Listener(request.port, request.token)
     canary = hostprobe.write_canary(shared_directory, request.token)
     try:
-        facts = dataclasses.replace(
-            facts, port_fault=listener.fault, port_in_use=listener.in_use, shares=bool(canary) or None
+        launch_facts = dataclasses.replace(
+            launch_facts, port_fault=listener.fault, port_in_use=listener.in_use, shares=bool(canary) or None
         )
-        print(reader.dumps(facts), flush=True)
+        print(reader.dumps(launch_facts), flush=True)
         sys.stdin.read()
     finally:
         hostprobe.remove_canary(canary)
@@ -206,7 +205,7 @@ def _collect_facts(request: ProbeRequest) -> LaunchFacts:
         alive_as=tuple(find_live_names(run, {host})),
         others=tuple(path.name for path in other_runs if find_live_names(RunDir(path), set())),
         leftovers=() if is_alive(run, host) else tuple(processes.find_marked(f"{run.path}:{host}")),
-        machine=_machine_id(),
+        machine=facts.machine_name(),
         gpus=len(working_gpus),
         gpu_fault=gpu_fault,
         gpu=gpu,
@@ -270,13 +269,6 @@ def _find_route(request: ProbeRequest, address: str, own_addresses: tuple[Addres
     route = reader.build_record(HeadRoute, hostprobe.probe_peer(address, request.port, request.token), address)
     interface = next((entry.interface for entry in own_addresses if entry.address == route.mine), "")
     return dataclasses.replace(route, interface="lo" if route.mine.startswith("127.") else interface)
-
-
-def _machine_id() -> str:
-    """Return an ID that is equal for two hosts of the hosts file that are the same machine."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + socket.gethostname()
-    return socket.gethostname()
 
 
 def _check_inputs(check: InputCheck | None) -> tuple[str, models.Llama | None]:

@@ -33,9 +33,9 @@ from llama405b_tools import parsers
 from llama405b_tools.agent import processes
 from llama405b_tools.agent.describe import NO_STOP, read_stop_mark, stopped_by
 from llama405b_tools.agent.evidence import rank_processes
+from llama405b_tools.agent.facts import MARKER
 from llama405b_tools.agent.messages import KILL_AFTER_S
 from llama405b_tools.agent.processes import (
-    MARKER,
     SETUP_FAILED,
     LogMask,
     node_env,

@@ -35,6 +35,8 @@ from llama405b.contract.records import FailureRecord, GuardState, NodeState, Nod
 from llama405b.contract.software import module_argv
 from llama405b.spec.plan import Plan, read_plan
 from llama405b_tools import parsers
+from llama405b_tools.agent import facts
+from llama405b_tools.agent.facts import MARKER
 from llama405b_tools.agent.messages import (
     TMUX_START_TIMEOUT_S,
     DiskSpace,
@@ -47,7 +49,6 @@ PROGRAM_KIND_FLAGS = (
     "--no_python",
 )  # torchrun's flags that say what a program's name means
 SETUP_FAILED = "LLAMA405B_SETUP_FAILED"  # in torchrun's log, with the exit code of the setup line
-MARKER = "LLAMA405B_NODE"  # in the environment of every process of a run: <run directory>:<host>
 
 
 def torchrun_argv(plan: Plan, host: str, log_dir: str) -> list[str]:
@@ -175,19 +176,7 @@ def is_same_process(pid: int, started_at: int) -> bool:
 
 def find_marked(value: str) -> list[int]:
     """Return processes whose environment marks them as belonging to ``<run directory>:<host>``."""
-    return find_all_marked().get(value, [])
-
-
-def find_all_marked() -> dict[str, list[int]]:
-    """Return processes of every run here that this user may inspect, by their ``<run directory>:<host>``."""
-    needle = f"{MARKER}=".encode()
-    pids_by_value: dict[str, list[int]] = {}
-    for pid, _ in _iterate_live():
-        with contextlib.suppress(OSError):
-            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                if variable.startswith(needle):
-                    pids_by_value.setdefault(os.fsdecode(variable.removeprefix(needle)), []).append(pid)
-    return pids_by_value
+    return facts.marked_processes().get(value, [])
 
 
 def read_variables(value: str, names: Sequence[str]) -> dict[str, str]:

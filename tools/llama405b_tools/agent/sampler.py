@@ -19,11 +19,21 @@ import resource
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+
+from llama405b_tools.agent.facts import (
+    MARKER,
+    disk_space,
+    environment,
+    machine_name,
+    memory,
+    pids,
+    rdma_ports,
+    read_text,
+)
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active", "")  # newest name first; "": do not ask
 FIELDS = (
@@ -40,17 +50,6 @@ MAX_PARENTS = 100  # between a process and the run's that started it
 MAX_COMMAND_CHARS = 200  # characters
 USER_WAIT_S = 1.0  # for the name of one user
 SLOW_INTERVAL_S = 10.0  # for processes and whatever else costs more
-MARKER = b"LLAMA405B_NODE="
-MAX_FILE_BYTES = 2 << 20  # the kernel gives nothing of /proc/sys to who asks for more than 4 MiB
-
-
-def read_small_text(path, default=""):
-    """Return a small file's text."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(MAX_FILE_BYTES)
-    except (OSError, ValueError):
-        return default
 
 
 class SmiQuery:
@@ -212,54 +211,42 @@ class KernelLog:
 def count_pci_gpus():
     """Return how many NVIDIA GPUs the kernel sees."""
     nvidia_paths = [
-        path for path in glob.glob("/sys/bus/pci/devices/*") if read_small_text(path + "/vendor").strip() == "0x10de"
+        path for path in glob.glob("/sys/bus/pci/devices/*") if read_text(path + "/vendor").strip() == "0x10de"
     ]
-    return sum(read_small_text(path + "/class").startswith("0x03") for path in nvidia_paths)
+    return sum(read_text(path + "/class").startswith("0x03") for path in nvidia_paths)
 
 
 def sample_cpu():
     """Return CPU ticks since boot, total and idle."""
-    ticks = [int(word) for word in read_small_text("/proc/stat").partition("\n")[0].split()[1:9]]
+    ticks = [int(word) for word in read_text("/proc/stat").partition("\n")[0].split()[1:9]]
     return {
         "total": sum(ticks),
         "idle": sum(ticks[3:5]),
         "cores": os.cpu_count(),
-        "load": read_small_text("/proc/loadavg").split()[:1],
+        "load": read_text("/proc/loadavg").split()[:1],
     }
 
 
 def sample_memory():
     """Return bytes of memory, and how many processes were killed for lack of it."""
-    sizes = {}
-    for line in read_small_text("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        if name in ("MemTotal", "MemAvailable"):
-            sizes[name] = int(rest.split()[0]) * 1024
-    kills = re.findall(r"^oom_kill (\d+)", read_small_text("/proc/vmstat"), re.M)
+    total, available = memory()
+    kills = re.findall(r"^oom_kill (\d+)", read_text("/proc/vmstat"), re.M)
     return {
-        "total": sizes.get("MemTotal"),
-        "available": sizes.get("MemAvailable"),
+        "total": total,
+        "available": available,
         "oom_kills": next(map(int, kills), None),
     }
 
 
 def sample_disks(paths):
     """Return free and total bytes of the filesystems the run writes to."""
-    entries = []
-    for path in paths:
-        try:
-            stat = os.statvfs(path)
-        except OSError:
-            continue
-        if stat.f_blocks:  # else it does not say how large it is
-            entries.append([path, stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize])
-    return entries
+    return [[path, *space] for path, space in ((path, disk_space(path)) for path in paths) if space]
 
 
 def sample_network():
     """Return bytes received and sent by each interface, except loopback, bridges and containers."""
     counters = {}
-    for line in read_small_text("/proc/net/dev").splitlines()[2:]:
+    for line in read_text("/proc/net/dev").splitlines()[2:]:
         name, _, rest = line.partition(":")
         words, name = rest.split(), name.strip()
         if name != "lo" and not name.startswith(("veth", "docker", "br-", "virbr")):
@@ -270,43 +257,38 @@ def sample_network():
 def sample_infiniband():
     """Return each port's rate, state, bytes and error counters."""
     ports = []
-    for path in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
+    for path, port in rdma_ports():
         counters = {}
         for folder, names in (
             ("counters", ("port_rcv_data", "port_xmit_data", "symbol_error", "link_downed", "port_rcv_errors")),
             ("hw_counters", ("out_of_sequence", "packet_seq_err", "roce_adp_retrans")),
         ):
             for name in names:
-                text = read_small_text("%s/%s/%s" % (path, folder, name)).strip()
+                text = read_text("%s/%s/%s" % (path, folder, name)).strip()
                 if text.isdigit():
                     counters[name] = int(text)
-        device = path.split("/")[4]
-        state, rate = read_small_text(path + "/state").strip(), read_small_text(path + "/rate").strip()
-        ports.append(
-            {"device": device, "port": path.split("/")[-1], "state": state, "rate": rate, "counters": counters}
-        )
+        ports.append(dict(port, counters=counters))
     return ports
 
 
 def sample_processes(marker):
     """Return the run's processes on this host: pid, state, CPU ticks, resident bytes, local rank, command."""
     rows = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in pids():
         if len(rows) == MAX_PROCESSES:
             break
+        variables = environment(pid)
+        if MARKER.encode() + b"=" + marker not in variables:
+            continue
         try:
-            with open("/proc/%s/environ" % pid, "rb") as file:
-                environ = file.read().split(b"\0")
-            if MARKER + marker not in environ:
-                continue
             command = read_command(pid)
         except OSError:
             continue
-        words = read_small_text("/proc/%s/stat" % pid).rpartition(") ")[2].split()
+        words = read_text("/proc/%d/stat" % pid).rpartition(") ")[2].split()
         if len(words) > 21:
-            ranks = [item[5:].decode() for item in environ if item.startswith(b"RANK=")]
+            ranks = [item[5:].decode() for item in variables if item.startswith(b"RANK=")]
             ticks, pages = int(words[11]) + int(words[12]), int(words[21])
-            rows.append([int(pid), words[0], ticks, pages * os.sysconf("SC_PAGE_SIZE"), "".join(ranks[:1]), command])
+            rows.append([pid, words[0], ticks, pages * os.sysconf("SC_PAGE_SIZE"), "".join(ranks[:1]), command])
     return rows
 
 
@@ -328,7 +310,7 @@ def sample_io(pids):
     """
     totals = []
     for pid in pids:
-        counts = re.findall(r"^(?:rchar|wchar|read_bytes): (\d+)$", read_small_text("/proc/%d/io" % pid), re.M)
+        counts = re.findall(r"^(?:rchar|wchar|read_bytes): (\d+)$", read_text("/proc/%d/io" % pid), re.M)
         if counts:
             totals.append([pid, sum(map(int, counts))])
     return totals
@@ -379,7 +361,7 @@ def is_descendant(pid, run_pids):
     for _ in range(MAX_PARENTS):
         if pid in run_pids or pid <= 1:
             return pid in run_pids
-        words = read_small_text("/proc/%d/stat" % pid).rpartition(") ")[2].split()
+        words = read_text("/proc/%d/stat" % pid).rpartition(") ")[2].split()
         pid = int(words[1]) if len(words) > 1 else 0
     return False
 
@@ -413,7 +395,7 @@ class Machine:
 
     def __init__(self, smi):
         self.smi, self.kernel = smi, KernelLog()
-        self.name = read_small_text("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname()
+        self.name = machine_name()
         self.pci_gpus = 0
 
     def begin(self, is_slow):

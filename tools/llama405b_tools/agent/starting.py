@@ -19,7 +19,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Cause, CauseKind, FailureRecord, NodeState, NodeStatus, StopMark
 from llama405b.contract.software import module_argv
 from llama405b.spec.plan import NO_PLAN, REHEARSAL, read_plan
-from llama405b_tools.agent import hostprobe, processes, sampler
+from llama405b_tools.agent import facts, hostprobe, processes, sampler
 from llama405b_tools.agent.describe import checkpoint_root, describe_run, read_stop_mark, stopped_by
 from llama405b_tools.agent.messages import (
     COMMIT,
@@ -152,7 +152,7 @@ def stop_runner(run: RunDir, host: str, grace_s: float = 0.0, *, hard: bool = Fa
 def orphans(*, end: bool) -> tuple[Orphan, ...]:
     """Find processes of runs whose node runner is gone, by run directory; with ``end``, end them."""
     entries = []
-    for value, pids in sorted(processes.find_all_marked().items()):
+    for value, pids in sorted(facts.marked_processes().items()):
         if any(hostprobe.has_runner(pid, value) for pid in pids):
             continue
         command, remaining = "", pids

@@ -370,8 +370,8 @@ def standalone_command(name: str) -> str:
 
 AGENT_DIRECTORY = Path(__file__).parents[1] / "agent"
 PROGRAM_FILES = {  # of what travels to a host
-    "sampler": (AGENT_DIRECTORY / "sampler.py",),
-    "hostprobe": (Path(disk.__file__), AGENT_DIRECTORY / "hostprobe.py"),
+    "sampler": (AGENT_DIRECTORY / "facts.py", AGENT_DIRECTORY / "sampler.py"),
+    "hostprobe": (Path(disk.__file__), AGENT_DIRECTORY / "facts.py", AGENT_DIRECTORY / "hostprobe.py"),
 }
 
 
@@ -379,7 +379,7 @@ PROGRAM_FILES = {  # of what travels to a host
 def program_text(name: str) -> str:
     """Return the source of ``sampler`` or ``hostprobe``: its files joined, without imports of ours."""
     texts = [file.read_text(encoding="utf-8") for file in PROGRAM_FILES[name]]
-    return re.sub(r"^from llama405b(_tools)?\..*\n", "", "\n".join(texts), flags=re.MULTILINE)
+    return re.sub(r"^from llama405b\S* import (\([^)]*\)|[^(\n]*)\n", "", "\n".join(texts), flags=re.MULTILINE)
 
 
 def standalone_input(name: str, request: Mapping[str, Any]) -> str:

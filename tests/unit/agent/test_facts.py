@@ -1,0 +1,59 @@
+"""Facts that doctor, cluster-top and the agent read in one place."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llama405b_tools.agent import facts, hostprobe, sampler
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        (None, None, (64 * GIB, 40 * GIB)),  # no container
+        ("max", f"{9 * GIB}", (64 * GIB, 40 * GIB)),
+        (f"{16 * GIB}", f"{9 * GIB}", (16 * GIB, 7 * GIB)),
+        (f"{60 * GIB}", f"{1 * GIB}", (60 * GIB, 40 * GIB)),  # others use the rest
+        (f"{16 * GIB}", f"{17 * GIB}", (16 * GIB, 0)),
+        (f"{80 * GIB}", f"{1 * GIB}", (64 * GIB, 40 * GIB)),
+    ],
+)
+def test_memory_within_a_containers_limit_is_what_doctor_and_cluster_top_see(
+    tmp_path, monkeypatch, limit, used, expected
+):
+    for name, text in (("memory.max", limit), ("memory.current", used)):
+        if text is not None:
+            (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(facts, "CGROUP", f"{tmp_path}/")
+    monkeypatch.setattr(facts, "memory_sizes", lambda: {"MemTotal": 64 * GIB, "MemAvailable": 40 * GIB})
+    assert facts.memory() == expected
+    assert tuple(hostprobe.read_memory()[name] for name in ("total", "available")) == expected
+    assert tuple(sampler.sample_memory()[name] for name in ("total", "available")) == expected
+
+
+def test_sizes_are_the_kernels():
+    text = Path("/proc/meminfo").read_text()
+    total_kib = int(text.split()[1])
+    assert facts.memory_sizes()["MemTotal"] == total_kib * 1024
+
+
+def test_a_disk_that_cannot_be_queried_is_unknown(tmp_path):
+    free, total = facts.disk_space(str(tmp_path))
+    assert 0 <= free <= total
+    assert facts.disk_space("/proc") is None  # it has no size
+    assert facts.disk_space(str(tmp_path / "missing")) is None
+
+
+def test_processes_are_found_by_their_mark(tmp_path, monkeypatch):
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "600"], {facts.MARKER: f"{tmp_path}:a"})
+    try:
+        assert facts.marked_processes()[f"{tmp_path}:a"] == [pid]
+        [row] = sampler.sample_processes(f"{tmp_path}:a".encode())
+        assert (row[0], row[5]) == (pid, "sleep 600")
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    assert f"{tmp_path}:a" not in facts.marked_processes()
