@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from llama405b.contract.checkpoints import find_newest_complete, step_of
 from llama405b.contract.errors import UserError, fmt_if, parse_seconds, reason_of
@@ -35,6 +36,74 @@ Exit codes: 0 started (with --follow: finished successfully), 1 a host or the ru
 """
 
 
+def option(default: Any, help_text: str, **how: Any) -> Any:
+    """Return the field of an option of launch. ``how``: what ``add_argument`` takes."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "default": default} | how)
+
+
+def time_option(default: str, help_text: str) -> Any:
+    """Return the field of an option that is a time, such as ``5m``; the field is in seconds."""
+    how = {"help": help_text, "default": default, "metavar": "TIME"}
+    return dataclasses.field(default=parse_seconds(default, ""), metadata=how)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartOptions:
+    """How a run is started and followed."""
+
+    rehearse: bool = option(False, "only rehearse the run, with 2 layers: load, step, save, kill, resume")
+    follow: bool = option(False, "follow the run to its end; Ctrl-C only stops following")
+    plain: bool = option(False, "follow with every step on its own line, even on a terminal")
+    allow_sockets: bool = option(False, "let NCCL use TCP even though the hosts have RDMA")
+    force_fit: bool = option(False, "start even if `llama405b plan` predicts that the run does not fit")
+    port: int = option(0, "rendezvous port on the first host [a free one]")
+    dry_run: bool = option(False, "print what would run where, without connecting")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GuardOptions(StartOptions):
+    """How a run is guarded, and what follows it."""
+
+    restart: int = option(
+        0, "resume the run on failure or hang, up to N times without a newer checkpoint [0]", metavar="N"
+    )
+    hang_after_s: float = time_option(
+        "5m",
+        "with --restart: end and resume the run when a rank is silent this long; cluster-top shows a hang earlier [5m]",
+    )
+    shrink: int = option(
+        0,
+        "with --restart: run on at least MIN hosts while others are down; re-add them later [1]",
+        nargs="?",
+        const=1,
+        metavar="MIN",
+    )
+    shrink_after_s: float = time_option(
+        "5m", "with --shrink: how long a host must be down, or back, before the run changes [5m]"
+    )
+    guard_on: str = option(
+        "",
+        "run the guard on this host of the run, so that this machine can be switched off [this machine]",
+        metavar="HOST",
+    )
+    notify: str = option("", "run CMD on incident, recovery, trouble and end", metavar="CMD")
+    notify_every_s: float = time_option(
+        "0", "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
+    )
+    budget: float = option(
+        0.0,
+        "maximum cost of the run, with --price: it saves and stops before that (training.gpu_hours) [unlimited]",
+        metavar="MONEY",
+    )
+    price: float = option(0.0, "price per GPU-hour", metavar="MONEY")
+    export: str = option(
+        "", "when the run has finished, write its model to OUT on the first host and verify it", metavar="OUT"
+    )
+    when_done: str = option(
+        "", "run CMD here when the run has finished, after --export: e.g. to release the machines", metavar="CMD"
+    )
+
+
 def launch_parser() -> OneLineParser:
     """Return the parser of ``launch``; flags that it does not know are settings of the trainer."""
     parser = OneLineParser(
@@ -50,61 +119,49 @@ def launch_parser() -> OneLineParser:
     command.add_resume(add)
     command.add_evaluate_only(add)
     command.add_blame(add)
-    add("--rehearse", action="store_true", help="only rehearse the run, with 2 layers: load, step, save, kill, resume")
-    add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
-    add("--plain", action="store_true", help="follow with every step on its own line, even on a terminal")
-    add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
-    add("--force-fit", action="store_true", help="start even if `llama405b plan` predicts that the run does not fit")
-    add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
-    add("--dry-run", action="store_true", help="print what would run where, without connecting")
+    _add_options(parser, StartOptions)
     extend_help = (
         f"a Python file with functions of your own: metrics, loss, documents, … (training.extend; {DOCS}/extending.md)"
     )
     add("--extend", default="", metavar="FILE", help=extend_help)
     after_save_help = "run CMD in the background after each complete save, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"
     add("--after-save", default="", metavar="CMD", help=after_save_help)
-    _add_guard(parser.add_argument_group("guard the run"))
+    _add_options(parser.add_argument_group("guard the run"), GuardOptions)
     _add_environment(parser.add_argument_group("environment of the ranks"))
-    _add_slurm(parser.add_argument_group("Slurm"))
+    slurm = parser.add_argument_group("Slurm")
+    slurm_help = 'submit a job with these sbatch options, such as "-N 4 -p gpu"; needs no hosts file'
+    slurm.add_argument("--slurm", metavar="OPTIONS", help=slurm_help)
+    slurm.add_argument("--cache", default="", metavar="DIR", help="HF_HOME on each node, such as '/nvme/$USER/hf'")
+    scratch_help = "TMPDIR on each node, such as '/nvme/$SLURM_JOB_ID'"
+    slurm.add_argument("--scratch", default="", metavar="DIR", help=scratch_help)
     return parser
 
 
-def _add_guard(group: argparse._ArgumentGroup) -> None:
-    add, restart_help = (
-        group.add_argument,
-        "resume the run on failure or hang, up to N times without a newer checkpoint [0]",
-    )
-    add("--restart", type=int, default=0, metavar="N", help=restart_help)
-    add(
-        "--hang-after",
-        default="5m",
-        metavar="TIME",
-        help="with --restart: end and resume the run when a rank is silent this long; cluster-top shows a hang earlier [5m]",
-    )
-    shrink_help = "with --restart: run on at least MIN hosts while others are down; re-add them later [1]"
-    add("--shrink", type=int, nargs="?", const=1, default=0, metavar="MIN", help=shrink_help)
-    shrink_after_help = "with --shrink: how long a host must be down, or back, before the run changes [5m]"
-    add("--shrink-after", default="5m", metavar="TIME", help=shrink_after_help)
-    guard_on_help = "run the guard on this host of the run, so that this machine can be switched off [this machine]"
-    add("--guard-on", default="", metavar="HOST", help=guard_on_help)
-    add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery, trouble and end")
-    notify_every_help = (
-        "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
-    )
-    add("--notify-every", default="0", metavar="TIME", help=notify_every_help)
-    budget_help = (
-        "maximum cost of the run, with --price: it saves and stops before that (training.gpu_hours) [unlimited]"
-    )
-    add("--budget", type=float, default=0.0, metavar="MONEY", help=budget_help)
-    add("--price", type=float, default=0.0, metavar="MONEY", help="price per GPU-hour")
-    add(
-        "--export",
-        default="",
-        metavar="OUT",
-        help="when the run has finished, write its model to OUT on the first host and verify it",
-    )
-    when_done_help = "run CMD here when the run has finished, after --export: e.g. to release the machines"
-    add("--when-done", default="", metavar="CMD", help=when_done_help)
+def _add_options(group: argparse._ActionsContainer, options: type[Any]) -> None:
+    """Add the options that a dataclass has besides those of its base."""
+    for field in _own_fields(options):
+        default = field.metadata["default"]
+        kind: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default)}
+        group.add_argument(_flag(field), **kind, **field.metadata)
+
+
+def _own_fields(options: type[Any]) -> list[dataclasses.Field[Any]]:
+    inherited = {name for base in options.__bases__ for name in getattr(base, "__dataclass_fields__", ())}
+    return [field for field in dataclasses.fields(options) if field.name not in inherited]
+
+
+def _flag(field: dataclasses.Field[Any]) -> str:
+    return "--" + field.name.removesuffix("_s").replace("_", "-")
+
+
+def _given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the options as they were given, times in seconds."""
+    values = {}
+    for field in dataclasses.fields(GuardOptions):
+        value = getattr(args, _flag(field)[2:].replace("-", "_"))
+        is_time = type(field.default) is not type(field.metadata["default"])
+        values[field.name] = parse_seconds(value, _flag(field)) if is_time else value
+    return values
 
 
 def _add_environment(group: argparse._ArgumentGroup) -> None:
@@ -116,16 +173,6 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
     add_list("--secret", "NAME", "pass this environment variable on, only through SSH's standard input")
     setup_line_help = "shell line to run before torchrun on every host, such as 'module load cuda'"
     group.add_argument("--setup-line", default="", metavar="LINE", help=setup_line_help)
-
-
-def _add_slurm(group: argparse._ArgumentGroup) -> None:
-    add, slurm_help = (
-        group.add_argument,
-        'submit a job with these sbatch options, such as "-N 4 -p gpu"; needs no hosts file',
-    )
-    add("--slurm", metavar="OPTIONS", help=slurm_help)
-    add("--cache", default="", metavar="DIR", help="HF_HOME on each node, such as '/nvme/$USER/hf'")
-    add("--scratch", default="", metavar="DIR", help="TMPDIR on each node, such as '/nvme/$SLURM_JOB_ID'")
 
 
 def source_flags(args: argparse.Namespace) -> list[str]:
@@ -296,8 +343,8 @@ def _check_variable(name: str, source: str) -> str:
     return name
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LaunchRequest:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest(GuardOptions):
     """A launch command, parsed."""
 
     hosts_file: Path
@@ -306,20 +353,6 @@ class LaunchRequest:
     env: Mapping[str, str]
     secrets: Mapping[str, str]  # names and values: never printed, and written only to the hosts' 0600 files
     setup: str  # a shell line to run before torchrun on every host
-    port: int
-    dry_run: bool
-    follow: bool
-    plain: bool
-    restart: int  # how often without progress; 0: never
-    hang_after_s: float
-    shrink: int  # hosts on which it goes on while others stay lost; 0: it waits for all
-    shrink_after_s: float
-    guard_on: str  # a host; "": this machine
-    notify: str
-    notify_every_s: float  # 0: only if something happens
-    rehearse: bool
-    allow_sockets: bool
-    force_fit: bool
     slurm: str | None  # sbatch's options; None: by SSH
     places: Mapping[str, str]  # cache and scratch on a job's nodes, like cache= and scratch= in a hosts file
     typed_in: str  # the directory
@@ -329,9 +362,6 @@ class LaunchRequest:
     typed: tuple[str, ...] = ()  # the command line, without --run, --resume and the program
     evaluates: bool = False  # without training
     blames: bool = False  # of those: it measures the documents of a step
-    export: str = ""  # where the first host is to write the model, once the run has ended well
-    when_done: str = ""  # the user's command after that
-    price: float = 0.0  # of a GPU-hour; 0: unknown
     overridden: tuple[str, ...] = ()  # settings of a file that a later one replaces, in words
     hides_gpus: bool = False  # from a program that is not our trainer
 
@@ -449,33 +479,17 @@ def _build_request(args: argparse.Namespace, now: float) -> LaunchRequest:
     """Return the request of all flags that are not settings of the trainer."""
     env, secrets = read_env(args.env, args.env_file, args.secret, os.environ)
     return LaunchRequest(
+        **_given_options(args),
         hosts_file=args.hosts,
         run=check_run_name(args.run or _default_run_name(args, now)),
         resume=args.resume,
         env=env,
         secrets=secrets,
         setup=args.setup_line,
-        port=args.port,
-        dry_run=args.dry_run,
-        follow=args.follow,
-        plain=args.plain,
-        restart=args.restart,
-        hang_after_s=parse_seconds(args.hang_after, "--hang-after"),
-        shrink=args.shrink,
-        shrink_after_s=parse_seconds(args.shrink_after, "--shrink-after"),
-        guard_on=args.guard_on,
-        notify=args.notify,
-        notify_every_s=parse_seconds(args.notify_every, "--notify-every"),
-        rehearse=args.rehearse,
-        allow_sockets=args.allow_sockets,
-        force_fit=args.force_fit,
         slurm=args.slurm,
         places={key: path for key, path in (("cache", args.cache), ("scratch", args.scratch)) if path},
         evaluates=args.evaluate_only or bool(args.blame),
         blames=bool(args.blame),
-        export=args.export,
-        when_done=args.when_done,
-        price=args.price,
         typed_in=str(Path.cwd()),
     )
 
