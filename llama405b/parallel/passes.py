@@ -26,7 +26,7 @@ from llama405b.parallel.fsdp import GradientSync, set_last_backward
 from llama405b.parallel.fsdp_internals import pop_prefetch_order, restore_prefetch_order
 from llama405b.parallel.split import PipelineStages, base_attention_name, make_group_along, vocab_parallel_loss
 from llama405b.settings.axes import Axes
-from llama405b.settings.schema import LossMode, Parallel
+from llama405b.settings.schema import Config, LossMode, Parallel
 from llama405b.spec.rules import MicrobatchPass, pipeline_order
 
 OnPhaseEnd = Callable[[str], None]  # called with the name of each part when it ends: forward, backward
@@ -323,23 +323,33 @@ class Pipeline:
         return chunk == len(self.stage.chunks) - 1 and self.pp_rank == self.axes.pp - 1
 
 
-def build_forward_backward(
-    parallel: Parallel, model: nn.Module, rank: Rank, loss_mode: LossMode = "full"
-) -> ForwardBackward:
-    """Build the forward and backward of a model that is split over the ranks.
+def check_user_loss(config: Config, axes: Axes) -> None:
+    """Check that ranks have what the loss of the user's module needs; before anything is read.
 
     Raises:
-        UserError: The user's module computes a loss of full logits or whole documents, but no rank has them.
+        UserError: They have not.
     """
-    user_loss = UserLoss(extend.current()) if extend.current().has_loss else None
-    if user_loss and (loss_mode == "chunked" or rank.axes.tp > 1):
+    extension = extend.current()
+    if extension.has_loss and (config.model.loss == "chunked" or axes.tp > 1):
+        name = "Loss" if extension.has_document_loss else "loss()"
         raise UserError(
-            f"--extend: {user_loss.name} needs all logits, but no rank has them with model.loss chunked or tp; remove one of the two"
+            f"--extend: {name} needs all logits, but no rank has them with model.loss chunked or tp; remove one of the two"
         )
-    if extend.current().has_document_loss and rank.axes.cp > 1:
+    if extension.has_document_loss and axes.cp > 1:
         raise UserError(
             "--extend: Loss needs whole sequences, which no rank has with cp; use cp 1, or a loss() of tokens"
         )
+    if extension.has_document_loss and config.data.packing == "concatenated":
+        raise UserError(
+            "--extend: Loss sees documents, which data.packing concatenated joins into one text; use isolated"
+        )
+
+
+def build_forward_backward(
+    parallel: Parallel, model: nn.Module, rank: Rank, loss_mode: LossMode = "full"
+) -> ForwardBackward:
+    """Build the forward and backward of a model that is split over the ranks."""
+    user_loss = UserLoss(extend.current()) if extend.current().has_loss else None
     grad_divisor, loss = rank.dp.size * rank.axes.cp, build_loss(loss_mode, model.lm_head, user_loss)
     if parallel.is_fsdp1:
         return MicrobatchLoop(model, grad_divisor, loss=loss)

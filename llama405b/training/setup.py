@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llama405b import extend
 from llama405b.checkpoint.compatibility import (
     StartPoint,
     check_changes,
@@ -39,7 +38,7 @@ from llama405b.optim.build_updater import OnDeviceUpdate
 from llama405b.optim.optimizer import build_optimizer
 from llama405b.optim.updater import Updater
 from llama405b.parallel.load_weights import check_weights_finite
-from llama405b.parallel.passes import ForwardBackward, build_forward_backward
+from llama405b.parallel.passes import ForwardBackward, build_forward_backward, check_user_loss
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.settings.axes import MicrobatchSplit, idle_rank_note
 from llama405b.settings.config import to_toml, with_global_batch
@@ -170,10 +169,7 @@ def prepare(
 def _open_start(config: Config, resume: str, context: RankContext, purpose: Purpose) -> Start:
     """Open the model's files, the data and the checkpoints, in an order that refuses early."""
     trains, rank = purpose is Purpose.TRAIN, context.rank
-    if extend.current().has_document_loss and config.data.packing == "concatenated":
-        raise UserError(
-            "--extend: Loss sees documents, which data.packing concatenated joins into one text; use isolated"
-        )
+    check_user_loss(config, rank.axes)
     if purpose is not Purpose.EVALUATE:  # which accumulates nothing
         config = with_global_batch(config, rank.axes)
     bind_to_numa_node(config.parallel, context)

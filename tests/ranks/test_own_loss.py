@@ -150,16 +150,33 @@ def test_pairs_of_documents_are_trained_on_together(tmp_path, demo):
     assert all(step["step_tokens"] > 30 for step in steps)  # targets are tokens all the same
 
 
-def test_a_class_needs_whole_sequences(tmp_path):
-    directory, module = mesh_rig.write_model(tmp_path / "model"), tmp_path / "own.py"
-    module.write_text(DOCUMENTED)
-    with pytest.raises(
-        AssertionError, match="--extend: Loss needs whole sequences, which no rank has with cp; use cp 1"
-    ):
-        run_ranks(2, _train, directory, module, {"cp": 2})
-
-
-@pytest.mark.parametrize("settings", [{"tp": 2}, {"loss": "chunked"}])
-def test_it_is_refused_where_no_rank_has_all_logits(tmp_path, settings):
-    with pytest.raises(AssertionError, match=r"--extend: loss\(\) needs all logits, but no rank has them"):
-        _both(tmp_path, 2, settings)
+@pytest.mark.parametrize(
+    ("module", "flags", "why"),
+    [
+        (DOCUMENTED, ("--parallel.cp", 2), "Loss needs whole sequences, which no rank has with cp; use cp 1"),
+        (DOCUMENTED, ("--parallel.tp", 2), "Loss needs all logits, but no rank has them"),
+        (MODULE.format(more=""), ("--parallel.tp", 2), "loss() needs all logits, but no rank has them"),
+        (MODULE.format(more=""), ("--model.loss", "chunked"), "loss() needs all logits, but no rank has them"),
+        (DOCUMENTED, ("--data.packing", "concatenated"), "Loss sees documents, which data.packing concatenated joins"),
+    ],
+)
+def test_what_no_rank_has_is_refused_before_model_and_data_are_read(tmp_path, module, flags, why):
+    own = tmp_path / "own.py"
+    own.write_text(module)
+    done = run_program(
+        "llama405b.train:run_and_exit",
+        *(
+            "--model.path",
+            tmp_path / "no model",
+            "--data.paths",
+            tmp_path / "no data",
+            "--training.extend",
+            own,
+            *flags,
+        ),
+        *("--parallel.device", "cpu", "--run-dir", tmp_path / "run"),
+        cwd=tmp_path,
+        world=2,
+    )
+    assert done.returncode
+    assert f"--extend: {why}" in done.stdout + done.stderr
