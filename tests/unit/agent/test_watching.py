@@ -275,3 +275,15 @@ def test_a_guard_that_died_on_this_host_is_told(runs, told, tmp_path):
     for change, died in (({"pid_start": 1}, True), ({"pid": 0}, False), ({}, False)):
         write_json(tmp_path / "runs/r/status/a.guard", dataclasses.replace(lives, **change))
         assert told()(of=lambda run: run.guard.died) == died
+
+
+def test_checkpoints_that_cannot_be_read_end_nothing(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs("r", 1.0, alive=True)
+
+    def refuse(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(describe, "find_newest_complete", refuse)
+    assert watching.WatchedRun(WATCHED).frame(True).checkpoint_step is None
+    assert describe.status("a").runs[0].checkpoint is None

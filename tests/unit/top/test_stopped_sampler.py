@@ -4,16 +4,19 @@ import os
 import signal
 import socket
 import sys
+import types
 
 import pytest
+from fakes import FakeFleet
 
 from conftest import ROOT
 from llama405b.contract import reader
 from llama405b.contract.files import write_json
 from llama405b.spec.plan import Node, Plan
 from llama405b_tools.agent import processes
-from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.fleet import Fleet, StreamEndedError
 from llama405b_tools.hosts.inventory import Host, parse_hosts
+from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.top import event_sources
 from llama405b_tools.top.event_sources import LiveSource
 from llama405b_tools.top.state import thresholds
@@ -81,6 +84,43 @@ def test_a_host_without_our_environment_shows_its_hardware_until_it_has_one(tmp_
             assert seen.frame["run"]["name"] == "r"
         finally:
             live.close()
+
+
+@pytest.mark.parametrize("first", [HostError("no route", "TIMEOUT"), StreamEndedError("the connection broke")])
+def test_a_host_that_was_away_is_asked_for_its_run_first(monkeypatch, first):
+    """Only an agent that said nothing gives way to the sampler."""
+    monkeypatch.setattr(event_sources, "RETRY_S", 0.01)
+    asked, answers = [], [first, ['{"run": 1}'], first, ["/py: not found"], ['{"run": 2}'], ['{"run": 3}']]
+
+    def answer(how):
+        asked.append(how)
+        if not answers:
+            raise HostError("over")
+        if isinstance(said := answers.pop(0), HostError):
+            raise said
+        return Said(said)
+
+    with FakeFleet(("a",)) as fleet:
+        monkeypatch.setattr(fleet, "stream", lambda *_: answer("agent"))
+        connection = types.SimpleNamespace(stream=lambda *_: answer("sampler"))
+        monkeypatch.setattr(fleet, "connection", lambda _: connection)
+        live = LiveSource(fleet, None, 2.0)
+        try:
+            frames = [_until(live, lambda event: event.frame is not None).frame["run"] for _ in range(3)]
+        finally:
+            live.close()
+    assert frames == [1, 2, 3]
+    assert asked[:6] == ["agent", "agent", "agent", "agent", "sampler", "agent"]
+
+
+class Said(list):
+    """A stream of these lines."""
+
+    def send(self, text):
+        pass
+
+    def close(self):
+        pass
 
 
 def write_program(path, line):

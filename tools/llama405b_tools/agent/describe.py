@@ -102,10 +102,8 @@ def describe_run(run: RunDir, plan: Plan, host: str) -> HostRun:
     """Return one run's state from its files and processes here."""
     node, alive = plan.find_node(host), is_run_alive(run, plan, host)
     beats = read_heartbeats(run, node)
-    checkpoint = None
+    checkpoint = newest_checkpoint(run, plan)
     save_state = read_save_state(run, plan.attempt, next((beat for beat in beats if alive and beat.rank == 0), None))
-    with contextlib.suppress(OSError):  # another user's, perhaps: the host that can read them will say
-        checkpoint = find_newest_complete(checkpoint_root(run, plan))
     return HostRun(
         run=run.name,
         created=plan.created,
@@ -128,7 +126,7 @@ def describe_run(run: RunDir, plan: Plan, host: str) -> HostRun:
         save_s=save_state.usual_s,
         unsaved=save_state.failure,
         unsent=save_state.after_save_failure,
-        copied=(read_record(CopiedStep, run.copied(host)) or CopiedStep()) if run.ring(host).exists() else None,
+        copied=read_copied(run, host),
         tmux=tmux_socket(run),
         mesh=plan.mesh,
         launching=is_locked(run.start_lock(host)),
@@ -185,6 +183,18 @@ class SaveState:
     usual_s: float = 0.0  # how long one usually takes; 0: unknown
     failure: str = ""  # why the newest failed, or for how long it is overdue
     after_save_failure: str = ""  # where the user's command after a save fails, and why
+
+
+def read_copied(run: RunDir, host: str) -> CopiedStep | None:
+    """Return what the next host has of this one's checkpoints; None: nothing is copied."""
+    return (read_record(CopiedStep, run.copied(host)) or CopiedStep()) if run.ring(host).exists() else None
+
+
+def newest_checkpoint(run: RunDir, plan: Plan) -> Path | None:
+    """Return the newest complete checkpoint; None if there is none here, or this user cannot read them."""
+    with contextlib.suppress(OSError):  # the host that can read them will say
+        return find_newest_complete(checkpoint_root(run, plan))
+    return None
 
 
 def read_save_state(run: RunDir, attempt: int, beat: Heartbeat | None) -> SaveState:

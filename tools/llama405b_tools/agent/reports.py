@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from llama405b.contract.accounting import Account, Attempt, CountedStep, account_time, is_failure
-from llama405b.contract.checkpoints import RunIdentity, find_newest_complete
+from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.files import UNLIMITED, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import LINES
@@ -25,7 +25,7 @@ from llama405b.contract.records import (
 )
 from llama405b.settings.axes import Axes
 from llama405b.spec.plan import read_plan
-from llama405b_tools.agent.describe import checkpoint_root, first_launch_time, is_run_alive, list_ends, load_manifest
+from llama405b_tools.agent.describe import first_launch_time, is_run_alive, list_ends, load_manifest, newest_checkpoint
 from llama405b_tools.agent.machine import first_gpu, list_working_gpus
 from llama405b_tools.agent.processes import resolve_run_dir
 
@@ -197,9 +197,7 @@ def report_of(run: str, host: str) -> ReportReply:
     lines, alive = read_records(METRICS_LINE, run_dir.metrics, UNLIMITED), is_run_alive(run_dir, plan, host)
     steps = [line for line in lines if isinstance(line, Metrics)]
     attempts = list_attempts(run_dir, host, plan.attempt, steps, alive=alive)
-    checkpoint, settings = None, ""
-    with contextlib.suppress(OSError):
-        checkpoint = find_newest_complete(checkpoint_root(run_dir, plan))
+    checkpoint, settings = newest_checkpoint(run_dir, plan), ""
     manifest = load_manifest(checkpoint) if checkpoint else None
     with contextlib.suppress(OSError):
         settings = run_dir.config.read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.contract import reader
-from llama405b.contract.checkpoints import CopiedStep, find_newest_complete, step_of
+from llama405b.contract.checkpoints import step_of
 from llama405b.contract.files import read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import FailureRecord, GuardState, NodeState, NodeStatus
@@ -18,8 +18,9 @@ from llama405b.spec.plan import NO_PLAN, Node, Plan, read_plan
 from llama405b_tools.agent import sampler
 from llama405b_tools.agent.describe import (
     SaveState,
-    checkpoint_root,
     first_launch_time,
+    newest_checkpoint,
+    read_copied,
     read_heartbeats,
     read_save_state,
 )
@@ -148,8 +149,9 @@ class WatchedRun:
                 first_beat = next((beat for beat in self.heartbeats if alive and beat.rank == 0), None)
                 self.save_state = read_save_state(run, plan.attempt, first_beat)
         if is_slow or is_new or is_head:  # often by one host alone: all others read the same directory
-            checkpoint = find_newest_complete(checkpoint_root(run, plan))
+            checkpoint = newest_checkpoint(run, plan)
             self.saved_step = step_of(checkpoint) if checkpoint else None
+        copied = read_copied(run, host)
         frame = RunFrame(
             name=run.name,
             created=plan.created,
@@ -163,9 +165,7 @@ class WatchedRun:
             guard=self.guard and dataclasses.replace(self.guard, command="", directory="", message="", cause=None),
             others=tuple(self.other_runs),
             checkpoint_step=self.saved_step,
-            copied_step=(read_record(CopiedStep, run.copied(host)) or CopiedStep()).step
-            if run.ring(host).exists()
-            else None,
+            copied_step=copied.step if copied else None,
             run_created=first_launch_time(run, host) or None,
         )
         if is_head:

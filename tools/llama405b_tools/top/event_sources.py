@@ -212,18 +212,26 @@ class LiveSource:
         """
         while not self.closing.is_set():
             request = dataclasses.replace(self.request, host=name, slots=self.fleet.expected_gpus(name))
-            if name not in self.hardware_until:
-                self.hardware_until[name] = time.time() + AGENT_RETRY_S  # unless the agent says something
-                n_frames, last_line = self._read_frames(name, self.fleet.stream(name, watching.watch, request))
-                if n_frames or self.closing.is_set():
-                    raise StreamEndedError(f"the agent ended: {last_line or 'it printed nothing'}")
-                self._report_hardware_only(name, f"{self.fleet.explain_fault(name, last_line)}")
-            options = dataclasses.asdict(request) | {"workdir": self.fleet.workdir(name)}
-            stdin = transport.standalone_input("sampler", options)
-            stream = self.fleet.connection(name).stream(transport.standalone_command("sampler"), stdin)
-            _, last_line = self._read_frames(name, stream, is_agent=False)
             if name in self.hardware_until:
-                raise StreamEndedError(f"the sampler ended: {last_line or 'it printed nothing'}")
+                try:
+                    last_line = self._read_sampler(name, request)
+                finally:  # whatever ended it, the agent is next
+                    is_due = self.hardware_until.pop(name, None) is None
+                if not is_due:
+                    raise StreamEndedError(f"the sampler ended: {last_line or 'it printed nothing'}")
+                continue
+            n_frames, last_line = self._read_frames(name, self.fleet.stream(name, watching.watch, request))
+            if n_frames or self.closing.is_set():
+                raise StreamEndedError(f"the agent ended: {last_line or 'it printed nothing'}")
+            self.hardware_until[name] = time.time() + AGENT_RETRY_S
+            self._report_hardware_only(name, str(self.fleet.explain_fault(name, last_line)))
+
+    def _read_sampler(self, name: str, request: WatchRequest) -> str:
+        """Queue the frames of a sampler alone."""
+        options = dataclasses.asdict(request) | {"workdir": self.fleet.workdir(name)}
+        stdin = transport.standalone_input("sampler", options)
+        stream = self.fleet.connection(name).stream(transport.standalone_command("sampler"), stdin)
+        return self._read_frames(name, stream)[1]
 
     def _report_hardware_only(self, name: str, why: str) -> None:
         """Say once why no agent runs on a host."""
@@ -231,7 +239,7 @@ class LiveSource:
             self.hardware_reasons[name] = why
             self.intake.put(SourceEvent(time.time(), name, note=f"{name}: only its hardware is shown: {why}"))
 
-    def _read_frames(self, name: str, stream: Stream, *, is_agent: bool = True) -> tuple[int, str]:
+    def _read_frames(self, name: str, stream: Stream) -> tuple[int, str]:
         """Queue frames until the stream ends; return how many came, and the last line that is none."""
         silence, self.streams[name] = self.silence[name], stream
         silence.on_open(time.time())
@@ -250,10 +258,10 @@ class LiveSource:
                 continue
             silence.on_frame(time.time())
             n_frames += 1
-            if is_agent:
-                self.hardware_until.pop(name, None)
             self.intake.put(SourceEvent(time.time(), name, frame=frame))
         if silence.gave_up_after_s:
+            if not n_frames and name not in self.hardware_until:  # its Python may hang; else it is the host
+                self.hardware_until[name] = time.time() + AGENT_RETRY_S
             raise HostError(f"sent nothing for {silence.gave_up_after_s:.0f} s; reconnecting", "TIMEOUT")
         return n_frames, last_line
 
@@ -269,7 +277,7 @@ class LiveSource:
             for name, stream in list(self.streams.items()):
                 is_due = self.hardware_until.get(name, math.inf) < time.time()
                 if is_due:
-                    del self.hardware_until[name]
+                    self.hardware_until.pop(name, None)
                 if is_due or self.silence[name].gives_up(time.time()):
                     stream.close()
                 with contextlib.suppress(HostError):
