@@ -128,7 +128,7 @@ def test_an_incident_that_cannot_be_written_is_told(filled, tmp_path, monkeypatc
     (tmp_path / "runs" / bad.training.run / "black-box").write_text("")
     session = Session(source_of([], simulate.host_names(N_HOSTS)), "a fleet", 60.0)
     for second in (0, 30, 40):
-        session._store_view(box, dataclasses.replace(bad, time=bad.time + 1000 + second))
+        session._write_incident(box, dataclasses.replace(bad, time=bad.time + 1000 + second))
     [told] = session.cluster.events
     assert "black-box" in told.text
     outside = dataclasses.replace(bad, training=dataclasses.replace(bad.training, run=".."))

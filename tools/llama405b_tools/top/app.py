@@ -38,7 +38,7 @@ from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.panels import RenderContext
 from llama405b_tools.top.draw.ui import THEMES, LogLine, make_theme, styled_segments
 from llama405b_tools.top.event_sources import ReplaySource
-from llama405b_tools.top.exporter import POP_TITLE, PUSH_TITLE, Exporter, VerdictNotifier
+from llama405b_tools.top.exporter import POP_TITLE, PUSH_TITLE, VerdictNotifier
 from llama405b_tools.top.keys import ACTION_PREFIX, press
 from llama405b_tools.top.remembered import RELOAD_CODE, exit_soon, handle_signals, in_browser, terminal_restorer
 from llama405b_tools.top.session import Session
@@ -125,7 +125,7 @@ FIRST_ERROR = "FIRST ERROR"
 EMPTY_VIEW = ClusterView(0.0, 0.0, "", ClusterVerdict.CONNECTING, "", 0, (), None, (), 0, 0, 0)
 
 
-def run_app(session: Session, files: Sequence[Path] = (), on_change: str = "", exporter: Exporter | None = None) -> int:
+def run_app(session: Session, files: Sequence[Path] = (), on_change: str = "") -> int:
     """Show the screen until the user quits.
 
     Returns the exit code of the last view, 128 + the signal number, or the reload code if the user wants changed hosts files read.
@@ -134,7 +134,7 @@ def run_app(session: Session, files: Sequence[Path] = (), on_change: str = "", e
         ("COLUMNS", "LINES") if not in_browser() else ()
     ):  # these would override the size that the terminal reports, and its changes
         os.environ.pop(name, None)
-    app = TopApp(session, terminal_restorer(), files, on_change, exporter)
+    app = TopApp(session, terminal_restorer(), files, on_change)
     # without mouse capture, so that the terminal's text selection keeps working
     code = app.run(mouse=False)
     if code is None:
@@ -186,7 +186,6 @@ class TopApp(App[int]):
         restore: Callable[[], None],
         files: Sequence[Path] = (),
         on_change: str = "",
-        exporter: Exporter | None = None,
     ) -> None:
         self.n_colors = remembered.color_count()  # before textual starts, which removes NO_COLOR from the environment
         super().__init__(ansi_color=True)
@@ -201,8 +200,7 @@ class TopApp(App[int]):
         self.hosts_file = next(iter(files), "")
         self.saved_choices = remembered.current_choices(self.ui)
         self.commands: dict[str, ChildProcess] = {}  # our running commands, by command line
-        self.changes = VerdictNotifier(on_change, self.write, self._add_event)
-        self.exporter = exporter
+        session.on_view.append(VerdictNotifier(on_change, self.write, self._add_event).update)
         self.speed = session.source.speed if isinstance(session.source, ReplaySource) else 1.0
         self._choose_colors()
 
@@ -257,9 +255,6 @@ class TopApp(App[int]):
     def refresh_view(self) -> None:
         """Update the view, unless the screen is paused."""
         view = self.session.make_view(logs=True)
-        self.changes.update(view)
-        if self.exporter:
-            self.exporter.view = view
         if not self.ui.is_paused or self.view is EMPTY_VIEW:
             self.view, self.logs = view, self.session.logs.shown_lines()
 

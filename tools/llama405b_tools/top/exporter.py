@@ -43,6 +43,10 @@ class Exporter(Collector):
                 f"--metrics: {address}:{port} cannot be listened on ({reason_of(error)}); use another port"
             ) from None
 
+    def show(self, view: ClusterView) -> None:
+        """Answer from this view."""
+        self.view = view
+
     def collect(self) -> Iterable[Metric]:
         """Return the metrics of the newest view; see ``Collector.collect``."""
         families = {

@@ -8,6 +8,7 @@ import bisect
 import collections
 import contextlib
 import dataclasses
+import functools
 import gzip
 import math
 import pickle
@@ -15,7 +16,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -295,6 +296,9 @@ class Session:
         self.source = source
         self.fleet = fleet
         self.recorder = recorder
+        # what is told of each event, and of each view
+        self.on_event: list[Callable[[SourceEvent], object]] = [self._record] if recorder else []
+        self.on_view: list[Callable[[ClusterView], object]] = []
         self.cluster = ClusterState(source.hosts, source.interval_s, hang_after_s=hang_after_s, badge=source.badge)
         self.logs = LogPane()
         self.trends = Trends()
@@ -330,14 +334,8 @@ class Session:
 
     def take(self, event: SourceEvent) -> None:
         """Process one event."""
-        if self.black_box and self.fleet:  # not for a recording, which is a file already
-            self.black_box.add_event(event)
-        if self.recorder:
-            try:
-                self.recorder.write(event)
-            except OSError as error:
-                self.recorder = None
-                self.cluster.note(f"--record: stopped, the file cannot be written ({error.strerror})", event.t)
+        for tell in self.on_event:
+            tell(event)
         if event.frame is not None:
             self.cluster.take_frame(event.host, event.frame, event.t)
         elif event.link:
@@ -348,6 +346,15 @@ class Session:
             self.logs.take(event.host, event.entries, self.cluster.first_rank(event.host))
         elif event.dropped:
             self.logs.drop(event.host, event.dropped, event.t)
+
+    def _record(self, event: SourceEvent) -> None:
+        if not self.recorder:
+            return
+        try:
+            self.recorder.write(event)
+        except OSError as error:
+            self.recorder = None
+            self.cluster.note(f"--record: stopped, the file cannot be written ({error.strerror})", event.t)
 
     def judge(self, event: SourceEvent) -> None:
         """Advance the state to an event's time, so that changes between two views are noticed too."""
@@ -375,18 +382,19 @@ class Session:
             self.source.follow_run(self.cluster.followed_run)
         view = self.cluster.make_view()
         self.trends.take(view, self.cluster.steps())
-        if self.black_box:
-            self._store_view(self.black_box, view)
+        for tell in self.on_view:
+            tell(view)
         return view
 
     def start_history(self) -> None:
         """Start to keep the last ten minutes."""
-        self.black_box = BlackBox(self.source)
+        self.black_box = black_box = BlackBox(self.source)
+        self.on_view.append(black_box.add_view)
+        if self.fleet:  # a recording is a file already
+            self.on_event.append(black_box.add_event)
+            self.on_view.append(functools.partial(self._write_incident, black_box))
 
-    def _store_view(self, black_box: BlackBox, view: ClusterView) -> None:
-        black_box.add_view(view)
-        if not self.fleet:
-            return
+    def _write_incident(self, black_box: BlackBox, view: ClusterView) -> None:
         try:
             path = black_box.write_incident(view)
         except OSError as error:

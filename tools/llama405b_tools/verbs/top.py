@@ -186,16 +186,17 @@ def _start(
         session.ui.theme = args.theme or session.ui.theme
         session.ui.filter = args.filter
         session.ui.odd_only = args.unhealthy
-        exporter = stack.enter_context(contextlib.closing(Exporter(args.metrics))) if args.metrics else None
+        if args.metrics:
+            session.on_view.append(stack.enter_context(contextlib.closing(Exporter(args.metrics))).show)
         session.ui.refusals = keys.refusals(
             is_live=bool(fleet), read_only=args.read_only, has_file=bool(files), in_job=in_job, in_browser=in_browser()
         )
         _await_run(session)
         if prints:
-            return _print_views(args, session, exporter)
+            return _print_views(args, session)
         from llama405b_tools.top.app import run_app
 
-        return run_app(session, files, args.on_change, exporter)
+        return run_app(session, files, args.on_change)
 
 
 def files_of(fleet: Fleet) -> list[Path]:
@@ -203,19 +204,16 @@ def files_of(fleet: Fleet) -> list[Path]:
     return sorted({file for host in fleet.hosts.values() if (file := find_hosts_file(host)) and file.is_file()})
 
 
-def _print_views(args: argparse.Namespace, session: Session, exporter: Exporter | None) -> int:
+def _print_views(args: argparse.Namespace, session: Session) -> int:
     """Print once, or every ``--watch`` seconds while stdout is open; with only ``--metrics``, print nothing."""
     repeats = bool(args.watch or args.metrics)
     if repeats:
         session.start_history()
     prints = bool(args.watch or not args.metrics or args.json or args.once or args.plain)
     _await_first_frames(session, watches=repeats)
-    changes = VerdictNotifier(args.on_change, on_error=functools.partial(screen.show, error=True))
+    session.on_view.append(VerdictNotifier(args.on_change, on_error=functools.partial(screen.show, error=True)).update)
     while True:
         view = session.make_view(logs=False)
-        changes.update(view)
-        if exporter:
-            exporter.view = view
         is_read = _print_view(args, session, view) if prints else True
         if not is_read or not repeats or session.source.is_done():
             return view.exit_code
