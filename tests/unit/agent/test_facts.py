@@ -11,20 +11,24 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("limit", "used", "expected"),
+    ("limit", "used", "cached", "expected"),
     [
-        (None, None, (64 * GIB, 40 * GIB)),  # no container
-        ("max", f"{9 * GIB}", (64 * GIB, 40 * GIB)),
-        (f"{16 * GIB}", f"{9 * GIB}", (16 * GIB, 7 * GIB)),
-        (f"{60 * GIB}", f"{1 * GIB}", (60 * GIB, 40 * GIB)),  # others use the rest
-        (f"{16 * GIB}", f"{17 * GIB}", (16 * GIB, 0)),
-        (f"{80 * GIB}", f"{1 * GIB}", (64 * GIB, 40 * GIB)),
+        (None, None, None, (64 * GIB, 40 * GIB)),  # no container
+        ("max", f"{9 * GIB}", "0", (64 * GIB, 40 * GIB)),
+        (f"{16 * GIB}", f"{9 * GIB}", "0", (16 * GIB, 7 * GIB)),
+        (f"{16 * GIB}", f"{16 * GIB}", f"{10 * GIB}", (16 * GIB, 10 * GIB)),  # files that were read, such as weights
+        (f"{60 * GIB}", f"{1 * GIB}", "0", (60 * GIB, 40 * GIB)),  # others use the rest
+        (f"{16 * GIB}", f"{17 * GIB}", "0", (16 * GIB, 0)),
+        (f"{16 * GIB}", f"{1 * GIB}", f"{9 * GIB}", (16 * GIB, 16 * GIB)),
+        (f"{16 * GIB}", f"{9 * GIB}", None, (16 * GIB, 16 * GIB)),  # how much of that are files is unknown
+        (f"{80 * GIB}", f"{1 * GIB}", "0", (64 * GIB, 40 * GIB)),
     ],
 )
 def test_memory_within_a_containers_limit_is_what_doctor_and_cluster_top_see(
-    tmp_path, monkeypatch, limit, used, expected
+    tmp_path, monkeypatch, limit, used, cached, expected
 ):
-    for name, text in (("memory.max", limit), ("memory.current", used)):
+    stat = None if cached is None else f"anon 1\ninactive_file {cached}\nactive_file 5"
+    for name, text in (("memory.max", limit), ("memory.current", used), ("memory.stat", stat)):
         if text is not None:
             (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setattr(facts, "CGROUP", f"{tmp_path}/")

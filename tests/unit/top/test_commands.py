@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llama405b_tools.top import app, event_sources
-from llama405b_tools.top.app import ChildProcess
+from llama405b_tools.top.app import Canvas, ChildProcess
 from llama405b_tools.top.session import Session
 from ops_rig import Patience, wait_for
 
@@ -160,6 +160,7 @@ def test_q_never_hangs_on_a_command(monkeypatch):
         screen.command = screen.top.commands["llama405b stop --run r"]
         await pilot.press("q")
         assert "press q again to kill it and quit" in screen.top.ui.hint
+        assert any("press q again" in line.plain for line in screen.top.query_one(Canvas).lines)  # at once
         assert screen.top._exit is False
         await pilot.press("j", "q")
         assert screen.top._exit is False  # another key came between

@@ -71,12 +71,12 @@ def test_a_host_without_our_environment_shows_its_hardware_until_it_has_one(tmp_
     with Fleet([host]) as fleet:
         live = LiveSource(fleet, None, 0.2)
         try:
-            if python == "missing":
-                note = _until(live, lambda event: event.note).note
-                assert note.startswith(f"a: only its hardware is shown: {program} cannot be run; run `")
             frame = _until(live, lambda event: event.frame is not None).frame
             assert reader.build_record(HostFrame, frame, "frame").cpu.total > 0
             assert (frame["run"], frame["cwd"]) == (None, str(tmp_path))
+            assert frame["run_fault"].startswith(
+                f"{program} cannot be run; run `" if python == "missing" else "its python printed nothing for "
+            )
             write_program(program, f'PYTHONPATH={ROOT}:{ROOT}/tools exec {sys.executable} "$@"')
             seen = _until(
                 live, lambda event: (event.frame and event.frame["run"]) or (event.link and event.link[0] == "DOWN")
@@ -90,7 +90,10 @@ def test_a_host_without_our_environment_shows_its_hardware_until_it_has_one(tmp_
 def test_a_host_that_was_away_is_asked_for_its_run_first(monkeypatch, first):
     """Only an agent that said nothing gives way to the sampler."""
     monkeypatch.setattr(event_sources, "RETRY_S", 0.01)
-    asked, answers = [], [first, ['{"run": 1}'], first, ["/py: not found"], ['{"run": 2}'], ['{"run": 3}']]
+    asked, answers = (
+        [],
+        [first, ['{"run": 1}'], [], ['{"run": 2}'], first, ["/py: not found"], ['{"run": 3}'], ['{"run": 4}']],
+    )
 
     def answer(how):
         asked.append(how)
@@ -106,11 +109,25 @@ def test_a_host_that_was_away_is_asked_for_its_run_first(monkeypatch, first):
         monkeypatch.setattr(fleet, "connection", lambda _: connection)
         live = LiveSource(fleet, None, 2.0)
         try:
-            frames = [_until(live, lambda event: event.frame is not None).frame["run"] for _ in range(3)]
+            frames = [_until(live, lambda event: event.frame is not None).frame["run"] for _ in range(4)]
         finally:
             live.close()
-    assert frames == [1, 2, 3]
-    assert asked[:6] == ["agent", "agent", "agent", "agent", "sampler", "agent"]
+    assert frames == [1, 2, 3, 4]
+    assert asked[:8] == ["agent"] * 6 + ["sampler", "agent"]
+
+
+def test_another_hosts_hardware_is_never_shown_for_this_machines(monkeypatch):
+    """A Slurm node's files are here, but the node is not."""
+    monkeypatch.setattr(event_sources, "RETRY_S", 0.01)
+    with FakeFleet(("a",)) as fleet:
+        monkeypatch.setattr(fleet, "stream", lambda *_: Said(["/py: not found"]))
+        monkeypatch.setattr(fleet, "connection", lambda _: pytest.fail("no sampler is asked"))
+        live = LiveSource(fleet, None, 2.0, files_are_local=True)
+        try:
+            links = [_until(live, lambda event: event.link and event.link[0] == "DOWN").link for _ in range(3)]
+        finally:
+            live.close()
+    assert {why for _, why in links} == {"the agent failed (/py: not found)"}
 
 
 class Said(list):

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import simulate
+from fakes import FakeFleet
 from situations import as_sent
 
 from llama405b.contract.accounting import Account, Incident
@@ -267,3 +268,22 @@ def test_what_serving_needs_is_installed_by_the_pip_of_the_python_that_runs(monk
     monkeypatch.delitem(sys.modules, "llama405b_tools.verbs.top", raising=False)
     with pytest.raises(UserError, match=re.escape(f"{sys.executable} -m pip install textual-serve")):
         top._serve("8405", ["hosts"])
+
+
+@pytest.mark.parametrize("requested", ["", "big"])
+def test_runs_that_no_agent_can_read_are_unknown_and_not_none(requested, monkeypatch):
+    session = Session(Quiet(), None, 60.0)
+    frame = json.loads(FRAME) | {"run": None, "runs": [], "run_fault": "/py cannot be run; run `setup`"}
+    for name in "ab":
+        session.take(SourceEvent(T0, name, frame=frame))
+    view = session.make_view(logs=False)
+    assert (view.verdict, view.exit_code) == (ClusterVerdict.DEGRADED, 1)
+    assert all("its runs are unknown: /py cannot be run; run `setup`" in row.notes for row in view.hosts)
+    session.cluster.requested_run, session.fleet = requested, FakeFleet(("a", "b"))
+    monkeypatch.setattr(top, "_await_hosts", lambda *_: None)
+    monkeypatch.setattr(session, "make_view", lambda *, logs: view)
+    if requested:
+        with pytest.raises(UserError, match=r"\(a,b could not be queried: /py cannot be run; run `setup`\)"):
+            top._await_run(session)
+    else:
+        top._await_run(session)

@@ -373,6 +373,8 @@ def stalled_connections(pid: int) -> tuple[StalledConnection, ...]:
     for table in ("tcp", "tcp6"):
         for line in facts.read_text(f"/proc/{pid}/net/{table}").splitlines()[1:]:
             words = line.split()
+            if len(words) < 10:  # the last of so many that not all are read
+                continue
             queued_bytes, timer = int(words[4].split(":")[0], 16), words[5].split(":")[0]
             retries = int(words[8]) if timer == WINDOW_PROBE_TIMER else int(words[6], 16)
             if words[9] in inodes and queued_bytes and retries >= MIN_RETRIES:

@@ -35,14 +35,21 @@ def memory_sizes() -> Dict[str, int]:
 
 
 def memory() -> Tuple[Optional[int], Optional[int]]:
-    """Return bytes of memory in total and available, within the limit of a container; None: unknown."""
+    """Return bytes of memory in total and available, within the limit of a container; None: unknown.
+
+    What a container uses includes files in the page cache; those not used lately count as available, as the kernel does.
+    """
     sizes = memory_sizes()
     total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")
     limit, used = read_text(CGROUP + "memory.max").strip(), read_text(CGROUP + "memory.current").strip()
+    stat = dict(line.split(" ", 1) for line in read_text(CGROUP + "memory.stat").splitlines() if " " in line)
+    cached = stat.get("inactive_file", "")
     if total is not None and limit.isdigit() and int(limit) < total:
         total = int(limit)
-        if available is not None and used.isdigit():
-            available = min(available, max(0, total - int(used)))
+        if available is not None and used.isdigit() and cached.isdigit():
+            available = min(available, max(0, total - int(used) + int(cached)), total)
+        elif available is not None:
+            available = min(available, total)
     return total, available
 
 

@@ -3,7 +3,7 @@
 - the command that the node runner starts, and its environment;
 - the processes of a run, whoever their parents are now (process start times also work on macOS, where an operator's guard may run);
 - whether a run is alive here: a lock that its node runner and guardian hold;
-- the tmux servers of a run and its guard, and the sockets that tmux leaves behind;
+- the tmux server of a run, and the sockets that tmux leaves behind;
 - secrets on their way to the ranks or a guard, and their removal from logs;
 - what Slurm reports about a job: no other module calls its programs;
 - a run's guard, as a host sees it: its last note and when it came; and the guard that runs on this machine.

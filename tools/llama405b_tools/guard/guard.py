@@ -558,7 +558,7 @@ def main() -> int:
     """Entry point of ``python -m llama405b_tools.guard.guard``; reads what to guard from standard input."""
     set_private_umask()
     guard_input = reader.loads(GuardInput, sys.stdin.buffer.read(), "the guard's order")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the order has secrets: its file must not live on as ours
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what it starts must not read from there
     # neither Ctrl-C nor the end of the terminal may end the guard
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -316,8 +316,11 @@ class Fleet:
 
     def _version_difference(self, name: str) -> str:
         """Return, as a clause, how the code on a host differs from that here; '' if it does not, or cannot be told."""
+        connection = self.connections.get(name)
+        if connection is None or not connection.is_open():
+            return ""
         with contextlib.suppress(HostError):
-            output = self.connection(name).run(self.command(name, CLI, ["--version"]), "", VERSION_TIMEOUT_S)
+            output = connection.run(self.command(name, CLI, ["--version"]), "", VERSION_TIMEOUT_S)
             version = re.search(r"^llama405b (\S+)", output.out, re.MULTILINE)
             if version and version[1] != code_version():
                 setup = self.command_to_type("setup")
@@ -345,7 +348,8 @@ class Fleet:
                     return
                 except HostError as error:
                     fault = error
-                    self.forget(name, unless_open=isinstance(error, StreamEndedError))
+                    if not closing.is_set():  # else others may be using it
+                        self.forget(name, unless_open=isinstance(error, StreamEndedError))
                 except Exception as error:  # noqa: BLE001 - shown, and tried again
                     fault = HostError(str(error) or type(error).__name__)
                 if closing.is_set():
@@ -378,7 +382,7 @@ class Fleet:
             return HostError(f"{python} cannot be run; run `{setup}`, or set python=")
         if not last_output:
             return HostError("the connection was lost or the program on the host ended")
-        return HostError(f"the agent failed ({last_output})")
+        return HostError(f"the agent failed ({last_output}){self._version_difference(name)}")
 
     def connection(self, name: str) -> Connection:
         """Return the open connection to a host, or open one; concurrent callers wait for the same one.

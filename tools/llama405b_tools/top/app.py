@@ -317,6 +317,7 @@ class TopApp(App[int]):
         for name in [char or key] if key == event.key else ["escape", char or key]:
             if name in ("q", "Q") and self.ui.path == ["all"] and not (self.ui.typing or self.ui.pending_key):
                 if self._warn_before_killing():
+                    self.draw_view()
                     continue
                 self.action_leave()
                 return

@@ -168,7 +168,7 @@ class LiveSource:
         self.intake = EventQueue()
         self.streams: dict[str, Stream] = {}
         self.hardware_until: dict[str, float] = {}  # by host where no agent runs: when to try again
-        self.hardware_reasons: dict[str, str] = {}  # and why
+        self.run_faults: dict[str, str] = {}  # and why
         self.silence = {name: _SilenceWatch(interval_s) for name in self.hosts}
         self.closing, self.outgoing = threading.Event(), threading.Event()
         for name in self.hosts:
@@ -222,25 +222,28 @@ class LiveSource:
                 continue
             n_frames, last_line = self._read_frames(name, self.fleet.stream(name, watching.watch, request))
             if n_frames or self.closing.is_set():
+                self.run_faults.pop(name, None)
                 raise StreamEndedError(f"the agent ended: {last_line or 'it printed nothing'}")
+            why, is_known = str(self.fleet.explain_fault(name, last_line)), bool(last_line or name in self.run_faults)
+            self.run_faults[name] = why
+            if (
+                request.elsewhere or not is_known
+            ):  # this machine's hardware is not the host's; the connection may have broken
+                raise StreamEndedError(why)
             self.hardware_until[name] = time.time() + AGENT_RETRY_S
-            self._report_hardware_only(name, str(self.fleet.explain_fault(name, last_line)))
 
     def _read_sampler(self, name: str, request: WatchRequest) -> str:
         """Queue the frames of a sampler alone."""
         options = dataclasses.asdict(request) | {"workdir": self.fleet.workdir(name)}
         stdin = transport.standalone_input("sampler", options)
         stream = self.fleet.connection(name).stream(transport.standalone_command("sampler"), stdin)
-        return self._read_frames(name, stream)[1]
+        return self._read_frames(name, stream, self.run_faults[name])[1]
 
-    def _report_hardware_only(self, name: str, why: str) -> None:
-        """Say once why no agent runs on a host."""
-        if self.hardware_reasons.get(name) != why:
-            self.hardware_reasons[name] = why
-            self.intake.put(SourceEvent(time.time(), name, note=f"{name}: only its hardware is shown: {why}"))
+    def _read_frames(self, name: str, stream: Stream, run_fault: str = "") -> tuple[int, str]:
+        """Queue frames until the stream ends; return how many came, and the last line that is none.
 
-    def _read_frames(self, name: str, stream: Stream) -> tuple[int, str]:
-        """Queue frames until the stream ends; return how many came, and the last line that is none."""
+        ``run_fault``: why they know of no run.
+        """
         silence, self.streams[name] = self.silence[name], stream
         silence.on_open(time.time())
         last_line, n_frames, n_others = "", 0, 0
@@ -258,10 +261,14 @@ class LiveSource:
                 continue
             silence.on_frame(time.time())
             n_frames += 1
+            if run_fault and isinstance(frame, dict):
+                frame["run_fault"] = run_fault
             self.intake.put(SourceEvent(time.time(), name, frame=frame))
         if silence.gave_up_after_s:
-            if not n_frames and name not in self.hardware_until:  # its Python may hang; else it is the host
+            # Its Python may hang; the next connection tells, or it is the host.
+            if not n_frames and name not in self.hardware_until and not self.request.elsewhere:
                 self.hardware_until[name] = time.time() + AGENT_RETRY_S
+                self.run_faults[name] = f"its python printed nothing for {silence.gave_up_after_s:.0f} s"
             raise HostError(f"sent nothing for {silence.gave_up_after_s:.0f} s; reconnecting", "TIMEOUT")
         return n_frames, last_line
 

@@ -238,6 +238,9 @@ def _await_run(session: Session) -> None:
         frames = [session.cluster.hosts[row.name].frame for row in answered_rows]
         run_names = dict.fromkeys(name for frame in frames for name in frame.runs)
         unreachable = {row.name: row.why for row in view.hosts if row not in answered_rows}
+        unreachable |= {
+            row.name: frame.run_fault for row, frame in zip(answered_rows, frames, strict=True) if frame.run_fault
+        }
         raise no_such_run(session.fleet, run_name, list(run_names), unreachable)
 
 

@@ -103,6 +103,7 @@ class HostFrame:
     foreign: tuple[tuple[int, str, str], ...] | None = None
     io: tuple[tuple[int, int], ...] | None = None
     slots: int = 0  # of it in the hosts file; 0: unknown
+    run_fault: str = ""  # why its runs are unknown: no agent can run there
 
     def __post_init__(self) -> None:
         """Refuse times without lines."""

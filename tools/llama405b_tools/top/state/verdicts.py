@@ -195,6 +195,7 @@ def list_host_notes(frame: HostFrame, earlier_frame: HostFrame, best_rates: Mapp
     return [
         *_memory_notes(frame.memory, earlier_frame.memory),
         *_disk_notes(frame),
+        *([Note("runs", f"its runs are unknown: {frame.run_fault}")] if frame.run_fault else ()),
         *_port_notes(frame, earlier_frame, best_rates),
     ]
 
