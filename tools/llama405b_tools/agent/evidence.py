@@ -393,7 +393,7 @@ def parse_proc_address(text: str) -> str:
 
 
 def _read_environment(pid: int) -> dict[str, str]:
-    entries = (entry.partition("=") for entry in facts.read_text(f"/proc/{pid}/environ").split("\0"))
+    entries = (entry.decode("utf-8", "replace").partition("=") for entry in facts.environment(pid))
     return {name: value for name, _, value in entries}
 
 

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 import socket
 from typing import Dict, Iterator, List, Optional, Tuple
 
@@ -41,16 +42,17 @@ def memory() -> Tuple[Optional[int], Optional[int]]:
     """
     sizes = memory_sizes()
     total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")
-    limit, used = read_text(CGROUP + "memory.max").strip(), read_text(CGROUP + "memory.current").strip()
-    stat = dict(line.split(" ", 1) for line in read_text(CGROUP + "memory.stat").splitlines() if " " in line)
-    cached = stat.get("inactive_file", "")
-    if total is not None and limit.isdigit() and int(limit) < total:
-        total = int(limit)
-        if available is not None and used.isdigit() and cached.isdigit():
-            available = min(available, max(0, total - int(used) + int(cached)), total)
-        elif available is not None:
-            available = min(available, total)
-    return total, available
+    limit = read_text(CGROUP + "memory.max").strip()
+    if total is None or not limit.isdigit() or int(limit) >= total:
+        return total, available
+    total = int(limit)
+    if available is None:
+        return total, None
+    used = read_text(CGROUP + "memory.current").strip()
+    cached = re.search(r"^inactive_file (\d+)$", read_text(CGROUP + "memory.stat"), re.M)
+    if used.isdigit() and cached:
+        available = min(available, max(0, total - int(used) + int(cached.group(1))))
+    return total, min(available, total)
 
 
 def disk_space(path: str) -> Optional[Tuple[int, int]]:

@@ -183,11 +183,10 @@ def read_variables(value: str, names: Sequence[str]) -> dict[str, str]:
     """Return the variables of these names that processes of ``<run directory>:<host>`` have set."""
     values = {}
     for pid in find_marked(value) if names else ():
-        with contextlib.suppress(OSError):
-            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                name, _, text = entry.decode("utf-8", "replace").partition("=")
-                if name in names:
-                    values[name] = text
+        for entry in facts.environment(pid):
+            name, _, text = entry.decode("utf-8", "replace").partition("=")
+            if name in names:
+                values[name] = text
     return values
 
 
@@ -569,12 +568,8 @@ def list_disks(*paths: Path) -> tuple[DiskSpace, ...]:
     disks = {}
     for path in paths:
         with contextlib.suppress(OSError):
-            disk = os.statvfs(path)
-            if not disk.f_blocks:  # it does not say how large it is
-                continue
-            disks[path.stat().st_dev] = DiskSpace(
-                str(path), disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
-            )
+            if space := facts.disk_space(str(path)):
+                disks[path.stat().st_dev] = DiskSpace(str(path), *space)
     return tuple(disks.values())
 
 

@@ -139,28 +139,25 @@ def launch_parser() -> OneLineParser:
 
 def _add_options(group: argparse._ActionsContainer, options: type[Any]) -> None:
     """Add the options that a dataclass has besides those of its base."""
-    for field in _own_fields(options):
+    for field in dataclasses.fields(options):
+        if field.name not in options.__annotations__:
+            continue
         default = field.metadata["default"]
         kind: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default)}
-        group.add_argument(_flag(field), **kind, **field.metadata)
+        group.add_argument(_flag(field.name.removesuffix("_s")), **kind, **field.metadata)
 
 
-def _own_fields(options: type[Any]) -> list[dataclasses.Field[Any]]:
-    inherited = {name for base in options.__bases__ for name in getattr(base, "__dataclass_fields__", ())}
-    return [field for field in dataclasses.fields(options) if field.name not in inherited]
-
-
-def _flag(field: dataclasses.Field[Any]) -> str:
-    return "--" + field.name.removesuffix("_s").replace("_", "-")
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the options as they were given, times in seconds."""
     values = {}
     for field in dataclasses.fields(GuardOptions):
-        value = getattr(args, _flag(field)[2:].replace("-", "_"))
-        is_time = type(field.default) is not type(field.metadata["default"])
-        values[field.name] = parse_seconds(value, _flag(field)) if is_time else value
+        name = field.name.removesuffix("_s")  # of a time, which is typed with its unit
+        value = getattr(args, name)
+        values[field.name] = value if name == field.name else parse_seconds(value, _flag(name))
     return values
 
 

@@ -226,9 +226,8 @@ class LiveSource:
                 raise StreamEndedError(f"the agent ended: {last_line or 'it printed nothing'}")
             why, is_known = str(self.fleet.explain_fault(name, last_line)), bool(last_line or name in self.run_faults)
             self.run_faults[name] = why
-            if (
-                request.elsewhere or not is_known
-            ):  # this machine's hardware is not the host's; the connection may have broken
+            # This machine's hardware is not that of a host elsewhere; what ends without a word may be the connection.
+            if request.elsewhere or not is_known:
                 raise StreamEndedError(why)
             self.hardware_until[name] = time.time() + AGENT_RETRY_S
 
