@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from llama405b.contract import reader
@@ -90,35 +90,42 @@ def check_guard_directory(run: str) -> None:
         )
 
 
-def spawn_guard(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> GuardProcess:
-    """Start the guard of a run that is up, on this machine.
+def start_guard(guard_input: GuardInput) -> GuardProcess:
+    """Start the guard of a run that is up on this machine, and wait until it watches; its input, which has secrets, goes by a pipe.
 
     Raises:
-        RunError: It cannot be started, or its log cannot be written.
+        RunError: It did not start, or its log cannot be written.
     """
+    run = resolve_run_dir(guard_input.plan.run)
     try:
-        return _start_process(GuardInput(request, tuple(hosts), plan))
+        processes.dismiss_guard(run)  # the guard of an earlier launch of this name
+        run.guard.unlink(missing_ok=True)
+        run.path.mkdir(parents=True, exist_ok=True)
+        with run.guard_log.open("ab") as log:
+            log_offset = log.tell()
+            child = subprocess.Popen(
+                module_argv("llama405b_tools.guard.guard"),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert child.stdin
+        with contextlib.closing(child.stdin):
+            child.stdin.write(reader.dumps(guard_input).encode())
     except OSError as error:
         raise RunError(f"{fmt_if('{}: ', error.filename)}{reason_of(error)}") from None
-
-
-def _start_process(guard_input: GuardInput) -> GuardProcess:
-    """Start the guard's process; its input goes through a pipe, as it has secrets."""
-    path = resolve_run_dir(guard_input.plan.run).guard_log
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as log:
-        log_offset = log.tell()
-        child = subprocess.Popen(
-            module_argv("llama405b_tools.guard.guard"),
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    assert child.stdin
-    child.stdin.write(reader.dumps(guard_input).encode())
-    child.stdin.close()
-    return GuardProcess(guard_input.plan.run, child, path, log_offset)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    is_over = False
+    while not is_over:
+        is_over = child.poll() is not None or time.monotonic() > deadline
+        if (state := read_record(GuardState, run.guard)) and state.pid == child.pid:
+            return GuardProcess(run.name, child, run.guard_log, log_offset)
+        time.sleep(0.05)
+    child.kill()
+    with run.guard_log.open(encoding="utf-8", errors="replace") as text:
+        text.seek(log_offset)
+        raise RunError(f"it did not start ({last_or(text.read().splitlines())})")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,18 +196,9 @@ def _ask_machines(fleet: Fleet) -> Outcomes[str]:
     return fleet.call_all(processes.machine_id, STATUS_TIMEOUT_S)
 
 
-def begin(request: GuardInput) -> tuple[int, str]:
-    """Start the guard on this host, and wait until it watches; return its process ID, or why it did not start."""
-    run = resolve_run_dir(request.plan.run)
-    processes.dismiss_guard(run)  # the guard of an earlier launch of this name
-    run.guard.unlink(missing_ok=True)
-    process = _start_process(request)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.child.poll() is None:
-        if (state := read_record(GuardState, run.guard)) and state.pid == process.pid:
-            return process.pid, ""
-        time.sleep(0.05)
-    process.child.kill()
-    with process.log.open(encoding="utf-8", errors="replace") as log:
-        log.seek(process.log_offset)
-        return 0, f"the guard did not start ({last_or(log.read().splitlines())})"
+def begin(guard_input: GuardInput) -> tuple[int, str]:
+    """Start the guard on this host; return its process ID, or why it did not start."""
+    try:
+        return start_guard(guard_input).pid, ""
+    except RunError as error:
+        return 0, str(error)

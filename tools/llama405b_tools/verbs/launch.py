@@ -14,7 +14,7 @@ from llama405b.spec import models
 from llama405b.spec.plan import Node, Plan
 from llama405b_tools.agent.processes import dismiss_guard, setup_argv, torchrun_argv
 from llama405b_tools.guard import guard, process
-from llama405b_tools.guard.guard import run_follow_up
+from llama405b_tools.guard.guard import GuardInput, run_follow_up
 from llama405b_tools.guard.process import begin_guard_on, check_guard_host
 from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
 from llama405b_tools.hosts.inventory import Host
@@ -98,7 +98,7 @@ def launch_guard(
     try:
         if request.guard_on:
             return f"guard running {begin_guard_on(request.guard_on, request, plan, fleet)}", None
-        guard_process = process.spawn_guard(request, hosts, plan)
+        guard_process = process.start_guard(GuardInput(request, tuple(hosts), plan))
     except RunError as error:
         command = f"`{program_name()} launch {request.resume_arguments}`"
         raise RunError(f"the run started, but its guard did not: {error}; to guard the run, use {command}") from None
