@@ -70,7 +70,7 @@ def describe_shape(config: Config, preset: str, world_size: int) -> str:
     gathered = sizes[largest] / axes.tp * COMPUTE_BYTES[numerics] / GIB
     gpu_lines = []
     if config.parallel.device != "cpu" and can_predict(config):
-        gpu_lines = estimate.describe_estimate(run_shape.PredictedRun.from_config(shape, config, world_size, axes))
+        gpu_lines = estimate.describe_estimate(run_shape.PredictedRun.from_config(shape, config, world_size, axes=axes))
     return "\n".join(
         [
             f"model        {preset or config.model.path}: {sum(sizes.values()):,} parameters{adapter}",

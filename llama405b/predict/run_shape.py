@@ -226,8 +226,15 @@ class PredictedRun:
     optimizer: OptimizerName = "adamw"
 
     @classmethod
-    def from_config(cls, llama: Llama, config: Config, world: int, axes: Axes | None = None) -> "PredictedRun":
-        """Return what a configuration trains, on ``world`` ranks; ``axes``: None: each is a shard."""
+    def from_config(
+        cls, llama: Llama, config: Config, world: int, ranks_per_host: int = RANKS_PER_HOST, axes: Axes | None = None
+    ) -> "PredictedRun":
+        """Return what a configuration trains on ``world`` ranks; ``axes``: their mesh; None: that of the settings.
+
+        Raises:
+            UserError: The settings make no mesh of so many ranks.
+        """
+        axes = axes or Axes.from_parallel(config.parallel, world, ranks_per_host)
         return cls(
             llama,
             config.parallel.numerics,
@@ -241,12 +248,13 @@ class PredictedRun:
             config.parallel.moments,
             config.parallel.fsdp_unit,
             config.parallel.fsdp_embedding,
+            ranks_per_host,
             mtbf_s=config.checkpoint.mtbf * 3600,
             attention=config.model.attention,
             packing=config.data.packing,
             every=config.checkpoint.every,
             staging_bytes=config.checkpoint.staging_bytes,
-            dp_shard=axes.dp_shard if axes and axes.dp_replicate > 1 else 0,
+            dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0,
             tp=config.parallel.tp,
             cp=config.parallel.cp,
             pp=config.parallel.pp,
@@ -551,3 +559,8 @@ class PredictedRun:
         """Bytes that an update reads and writes."""
         bf16_copy = 2 * (self.offload == "optimizer")
         return 2 * (self.weight_bytes + self.moment_bytes) + self.gradient_bytes + bf16_copy
+
+
+def checkpoint_bytes(llama: Llama, config: Config) -> int:
+    """Return the bytes of one checkpoint on disk, over all ranks; the mesh does not matter."""
+    return PredictedRun.from_config(llama, config, 1, axes=Axes(1)).checkpoint_bytes

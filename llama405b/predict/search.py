@@ -12,8 +12,9 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from llama405b.contract.errors import UserError, pluralize
 from llama405b.predict import calibration
@@ -171,7 +172,7 @@ class Prediction:
     @property
     def fit(self) -> Fit:
         """Whether both a GPU's and a host's memory are enough."""
-        return min(self.gpu_fit, self.ram_fit)
+        return Fit.NO if self.ram_fit is Fit.NO else min(self.gpu_fit, self.ram_fit)  # what is reserved takes long
 
     @property
     def step_tokens(self) -> int:
@@ -369,10 +370,15 @@ def _is_legal(run: PredictedRun) -> bool:
 
 NEAR_SHARE = 0.033  # of one program, once fitted, nine of ten step times are within this of what is predicted (docs/plan-accuracy.md)
 MAX_MESHES = 3  # the fastest that fit
-MAX_MESHES_CHECKED = 40  # the fastest meshes whose memory is looked at
 LONG_SEQUENCE = 8192  # tokens of a sequence from which on it may be worth while to split it
 MAX_PIPELINE_RANKS = 16  # ranks of a pipeline
 MESH_STRATEGIES: tuple[StrategyName, ...] = ("fsdp2", "zero2", "hsdp")
+# Changes that take less GPU memory and more time, tried in turn until something fits without a mesh.
+MEMORY_SAVERS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"loss": "chunked"},
+    {"loss": "chunked", "activations": "host"},
+)
 
 
 def rank_variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)) -> list[Prediction]:
@@ -385,70 +391,125 @@ def rank_variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)
 
     def sort_key(candidate: Prediction) -> tuple[float, ...]:
         is_untested = bool(untested_features(candidate.run))
-        if is_untested or not is_near_fastest(candidate, fastest[candidate.fit]):
+        is_fast = candidate.fit > Fit.NO and is_near_fastest(candidate, fastest[candidate.fit])
+        if is_untested or not is_fast:
             return (-candidate.fit, is_untested, 1, -(candidate.tokens_per_s or 0.0), candidate.needs.gpu_bytes)
         has_unknown_ram = candidate.run.offload != "none" and not candidate.ram_bytes
         rounds_moments = candidate.run.moments != prediction.run.moments and candidate.run.moments == "bf16"
         return (-candidate.fit, is_untested, 0, rounds_moments, has_unknown_ram, -candidate.spare_share)
 
-    candidates = list(variants(prediction, moments))
-    chunked_loss = dataclasses.replace(prediction.run, loss="chunked")
-    for run in (chunked_loss, dataclasses.replace(chunked_loss, activations="host")):
-        if not any(candidate.fit is Fit.YES for candidate in candidates):
-            candidates += [
-                candidate for candidate in variants(prediction.with_run(run), moments) if candidate.fit is Fit.YES
-            ]
+    candidates: list[Prediction] = []
+    meshes: list[Prediction] = []
+    for savers in MEMORY_SAVERS:
+        asked = prediction if not savers else prediction.with_run(dataclasses.replace(prediction.run, **savers))
+        found = [*variants(asked, moments)]
+        candidates += [candidate for candidate in found if not savers or candidate.fit is Fit.YES]
+        if not meshes and _has_mesh_times(prediction):
+            meshes = [mesh for mesh in fastest_meshes(asked) if mesh.fit >= Fit.RETRIES]
+        if any(candidate.fit is Fit.YES for candidate in found):
+            break
     fastest = {
         fit: max((candidate.tokens_per_s or 0.0 for candidate in candidates if candidate.fit is fit), default=0.0)
         for fit in Fit
     }
-    ranked = sorted(candidates, key=sort_key)
-    with_activations = [
-        keep_most_activations(candidate)
-        for candidate in ranked[:1]
-        if candidate.fit is Fit.YES and not untested_features(candidate.run)
-    ]
-    return sorted(
-        [
-            *ranked,
-            *fastest_meshes(prediction),
-            *(candidate for candidate in with_activations if untested_features(candidate.run)),
-        ],
-        key=sort_key,
-    )
+    best = min(candidates, key=sort_key)
+    if best.fit is Fit.YES and not untested_features(best.run):
+        with_activations = keep_most_activations(best)
+        meshes += [with_activations] if untested_features(with_activations.run) else []
+    return sorted([*candidates, *meshes], key=sort_key)
+
+
+def _has_mesh_times(prediction: Prediction) -> bool:
+    """Whether the time of other meshes is known: a calibration measures none, and CPUs have no data sheet."""
+    return not prediction.calibration and not prediction.cluster.gpu.is_cpu and bool(prediction.tokens_per_s)
 
 
 def variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Prediction]:
-    """Yield supported runs of the same steps, with other offload, moments, units and micro-batches."""
-    run = prediction.run
-    dtypes = dict.fromkeys((run.moments, *moments))
-    sizes = sorted({run.micro_batch, *divisors(max(1, run.global_batch // run.dp))})
-    for offload, dtype, unit, size in itertools.product(OFFLOADS, dtypes, UNIT_CLASSES, sizes):
-        variant = dataclasses.replace(
-            run, offload=offload, moments=dtype, fsdp_unit=unit, fsdp_embedding=True, micro_batch=size
-        )
-        if is_runnable(variant, prediction.cluster) or variant == run:
-            yield prediction.with_run(variant)
+    """Yield the run, and others of the same steps and mesh that the trainer takes: offload, moments, units and micro-batches."""
+    run, dtypes = prediction.run, tuple(dict.fromkeys((prediction.run.moments, *moments)))
+    layouts = [dataclasses.replace(run, fsdp_unit=unit, fsdp_embedding=True) for unit in UNIT_CLASSES]
+    runs = [
+        candidate for layout in layouts for candidate in runnable_runs(layout, prediction.cluster, OFFLOADS, dtypes)
+    ]
+    yield from map(prediction.with_run, dict.fromkeys([run, *runs]))
 
 
-def fastest_meshes(prediction: Prediction) -> list[Prediction]:
-    """Return the fastest other meshes that fit, the fastest first."""
+def runnable_runs(
+    layout: PredictedRun, cluster: Cluster, offloads: Sequence[Offload], moments: Sequence[Moments]
+) -> Iterator[PredictedRun]:
+    """Yield what the trainer takes of a mesh and its FSDP units, with these offloads and moments and any micro-batch."""
+    sizes = divisors(max(1, layout.global_batch // layout.dp))
+    for offload, dtype, size in itertools.product(offloads, moments, sizes):
+        candidate = dataclasses.replace(layout, offload=offload, moments=dtype, micro_batch=size)
+        if is_runnable(candidate, cluster):
+            yield candidate
+
+
+def fastest_meshes(
+    prediction: Prediction, offloads: Sequence[Offload] = OFFLOADS, at_most: int = MAX_MESHES, *, is_3d: bool = False
+) -> list[Prediction]:
+    """Return the fastest runs on other meshes that fit, the fastest first, one for each way to split the ranks.
+
+    Where none surely fits, those that fit with retries of the allocator; else the one that needs least GPU memory. ``is_3d``: with tp and
+    pp. A run that does not fit with one sequence is not tried with more.
+    """
     cluster = prediction.cluster
-    if prediction.calibration or cluster.gpu.is_cpu or not prediction.tokens_per_s:  # of meshes nothing is measured
-        return []
-    by_split: dict[str, Prediction] = {}  # by how the ranks are split: where the states are makes no other mesh
-    for run in meshes_by_speed(prediction, OFFLOADS)[:MAX_MESHES_CHECKED]:
-        candidate = prediction.with_run(run)
-        if candidate.fit is Fit.YES:
-            by_split.setdefault(format_split(run), candidate)
-        if len(by_split) == MAX_MESHES:
+    runs = [
+        run
+        for layout, fitting_offloads in _other_meshes(prediction, offloads)
+        if not is_3d or min(layout.tp, layout.pp) > 1
+        for run in runnable_runs(layout, cluster, fitting_offloads, (layout.moments,))
+    ]
+    by_fit: dict[Fit, dict[str, Prediction]] = {fit: {} for fit in Fit}  # and split: where states are makes no mesh
+    singles: dict[PredictedRun, Prediction] = {}
+    for run in sorted(runs, key=lambda candidate: seconds_per_step(candidate, cluster)):
+        single = dataclasses.replace(run, micro_batch=1)
+        candidate = singles.get(single) or singles.setdefault(single, prediction.with_run(single))
+        if run != single and candidate.fit >= Fit.RETRIES:
+            candidate = prediction.with_run(run)
+        by_fit[candidate.fit].setdefault(format_split(run), candidate)
+        if len(by_fit[Fit.YES]) == at_most:
             break
-    return list(by_split.values())
+    fitting = [*(by_fit[Fit.YES] or by_fit[Fit.RETRIES]).values()][:at_most]
+    return fitting or sorted(singles.values(), key=lambda option: option.needs.gpu_bytes)[:1]
 
 
-def meshes_by_speed(prediction: Prediction, offloads: Sequence[Offload]) -> list[PredictedRun]:
-    """Return runs on all suitable meshes with these offloads, fastest first; fit is not checked."""
-    return sorted(_candidate_runs(prediction, offloads), key=lambda run: seconds_per_step(run, prediction.cluster))
+def _other_meshes(prediction: Prediction, offloads: Sequence[Offload]) -> Iterator[tuple[PredictedRun, list[Offload]]]:
+    """Yield the run on each other mesh of its ranks, with the offloads whose states alone do not fill a GPU."""
+    run, host_divisors = prediction.run, divisors(prediction.run.ranks_per_host)
+    cp_sizes = host_divisors if run.seq_len >= LONG_SEQUENCE else [1]
+    pp_sizes = [size for size in divisors(run.world) if size <= MAX_PIPELINE_RANKS]
+    schedules: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
+    for tp, cp, pp, strategy, schedule in itertools.product(
+        host_divisors, cp_sizes, pp_sizes, MESH_STRATEGIES, schedules
+    ):
+        parallel = Parallel(strategy=strategy, tp=tp, cp=cp, pp=pp, pp_schedule=schedule)
+        spec = parallel.strategy_spec
+        try:
+            axes = Axes.from_parallel(parallel, run.world, run.ranks_per_host)
+        except UserError:  # the ranks cannot be split so
+            continue
+        if (schedule != "1f1b" and pp == 1) or not (axes.label or spec.keeps_weights_gathered):
+            continue
+        layout = dataclasses.replace(
+            run,
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            pp_schedule=schedule,
+            dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0,
+            keeps_weights=spec.keeps_weights_gathered,
+            reduces_each=spec.reduces_every_microbatch,
+            fsdp_unit="layer",
+            fsdp_embedding=True,
+            prefetch=0,
+            kept_by=0,
+        )
+        n_elements = rank_elements(run.llama, axes, 0, parallel.virtual_stages)
+        states = {
+            offload: n_elements * dataclasses.replace(layout, offload=offload).states_bytes for offload in offloads
+        }
+        yield layout, [offload for offload in offloads if states[offload] < prediction.cluster.gpu.memory_bytes]
 
 
 def format_split(run: PredictedRun) -> str:
@@ -496,57 +557,6 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // divisor for divisor in small)})
 
 
-def _candidate_splits(run: PredictedRun) -> Iterator[Parallel]:
-    """Yield the splits to try, whether they suit the run or not."""
-    host_divisors = divisors(run.ranks_per_host)
-    cp_sizes = host_divisors if run.seq_len >= LONG_SEQUENCE else [1]
-    pp_sizes = [size for size in divisors(run.world) if size <= MAX_PIPELINE_RANKS]
-    schedules: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
-    for tp, cp, pp, strategy, schedule in itertools.product(
-        host_divisors, cp_sizes, pp_sizes, MESH_STRATEGIES, schedules
-    ):
-        if (schedule == "1f1b" or pp > 1) and (tp * cp * pp > 1 or strategy != "fsdp2"):
-            yield Parallel(strategy=strategy, tp=tp, cp=cp, pp=pp, pp_schedule=schedule)
-
-
-def _find_axes(parallel: Parallel, run: PredictedRun) -> Axes | None:
-    """Return the mesh that settings make of a run's ranks; None: it does not suit them."""
-    try:
-        return Axes.from_parallel(parallel, run.world, run.ranks_per_host)
-    except UserError:
-        return None
-
-
-def _candidate_runs(prediction: Prediction, offloads: Sequence[Offload]) -> Iterator[PredictedRun]:
-    """Yield the supported runs on other meshes whose states alone do not fill a GPU."""
-    run, memory = prediction.run, prediction.cluster.gpu.memory_bytes
-    for parallel in _candidate_splits(run):
-        axes = _find_axes(parallel, run)
-        if axes is None or (not axes.label and not parallel.strategy_spec.keeps_weights_gathered):
-            continue
-        split_run = dataclasses.replace(
-            run,
-            tp=axes.tp,
-            cp=axes.cp,
-            pp=axes.pp,
-            pp_schedule=parallel.pp_schedule,
-            dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0,
-            keeps_weights=parallel.strategy_spec.keeps_weights_gathered,
-            reduces_each=parallel.strategy_spec.reduces_every_microbatch,
-            fsdp_unit="layer",
-            fsdp_embedding=True,
-            prefetch=0,
-            kept_by=0,
-        )
-        if split_run.dp > run.global_batch:
-            continue
-        n_elements = rank_elements(run.llama, axes, 0, parallel.virtual_stages)
-        for offload, size in itertools.product(offloads, divisors(max(1, run.global_batch // split_run.dp))):
-            candidate = dataclasses.replace(split_run, offload=offload, micro_batch=size)
-            if is_runnable(candidate, prediction.cluster) and n_elements * candidate.states_bytes < memory:
-                yield candidate
-
-
 def resolve_auto(
     config: Config,
     llama: Llama,
@@ -568,9 +578,8 @@ def resolve_auto(
     recompute = FULL_RECOMPUTE
     if cluster and not cluster.gpu.is_cpu and can_predict(config):
         axes = Axes.from_parallel(config.parallel, world, ranks_per_host)
-        run = PredictedRun.from_config(llama, with_global_batch(config, axes), world, axes)
-        prediction = Prediction.from_run(dataclasses.replace(run, ranks_per_host=ranks_per_host), cluster, ram_bytes)
-        recompute = keep_most_activations(prediction).run.recompute
+        run = PredictedRun.from_config(llama, with_global_batch(config, axes), world, ranks_per_host)
+        recompute = keep_most_activations(Prediction.from_run(run, cluster, ram_bytes)).run.recompute
     return dataclasses.replace(config, model=dataclasses.replace(config.model, activation_checkpointing=str(recompute)))
 
 
@@ -587,51 +596,26 @@ def _resolve_mesh(
     auto: FSDP over all ranks if that fits, as no GPU has run more; else the fastest mesh that fits. 3d: the fastest with tp and pp.
     On CPUs, and on GPUs that are in no table, the fastest on H100s; if nothing fits, the mesh that needs least GPU memory.
     """
-    strategy = config.parallel.strategy
+    is_3d = config.parallel.strategy == "3d"
     if not config.parallel.strategy_spec.is_auto:
         return config
     fsdp_config = with_global_batch(
         dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, strategy="fsdp2")), Axes(world)
     )
-    timed_parallel = (
-        dataclasses.replace(fsdp_config.parallel, numerics="fp32-master")
-        if fsdp_config.parallel.numerics == "fp32"
-        else fsdp_config.parallel
-    )
-    run = PredictedRun.from_config(llama, dataclasses.replace(fsdp_config, parallel=timed_parallel), world)
-    fsdp_prediction = Prediction.from_run(
-        dataclasses.replace(run, ranks_per_host=ranks_per_host), cluster or Cluster(), ram_bytes
-    )
-    if strategy == "auto" and fsdp_prediction.fit >= Fit.RETRIES:
+    run = PredictedRun.from_config(llama, fsdp_config, world, ranks_per_host)
+    timed_run = dataclasses.replace(run, numerics="fp32-master") if run.numerics == "fp32" else run
+    fsdp_prediction = Prediction.from_run(timed_run, cluster or Cluster(), ram_bytes)
+    if not is_3d and fsdp_prediction.fit >= Fit.RETRIES:
         return fsdp_config
-    runs = meshes_by_speed(fsdp_prediction, (run.offload,))
-    candidates = [candidate for candidate in runs if strategy == "auto" or min(candidate.tp, candidate.pp) > 1]
-    if not candidates and strategy == "auto":
-        return fsdp_config
-    if not candidates:
+    meshes = fastest_meshes(fsdp_prediction, (run.offload,), 1, is_3d=is_3d)
+    if not meshes and is_3d:
         raise UserError(
             f"--parallel.strategy: {pluralize(world, 'rank')} of this model cannot be split by tp and pp, which 3d needs; use auto or fsdp2"
         )
-    fastest = _first_that_fits(fsdp_prediction, candidates)
-    numerics = fsdp_config.parallel.numerics
-    split = dataclasses.replace(fastest.run, numerics=numerics).apply_to(fsdp_config)
+    if not meshes:
+        return fsdp_config
+    split = dataclasses.replace(meshes[0].run, numerics=run.numerics).apply_to(fsdp_config)
     return dataclasses.replace(fsdp_config, parallel=split.parallel, training=split.training)
-
-
-def _first_that_fits(base: Prediction, runs: Sequence[PredictedRun]) -> Prediction:
-    """Return the first run that fits, else the one that needs least GPU memory.
-
-    A run that does not fit with one sequence is not tried with more.
-    """
-    by_single: dict[PredictedRun, Prediction] = {}
-    for run in runs:
-        single = dataclasses.replace(run, micro_batch=1)
-        if single not in by_single:
-            by_single[single] = base.with_run(single)
-        candidate = by_single[single] if run == single or by_single[single].fit < Fit.RETRIES else base.with_run(run)
-        if candidate.fit >= Fit.RETRIES:
-            return candidate
-    return min(by_single.values(), key=lambda option: option.needs.gpu_bytes)
 
 
 def find_model_shape(requested: Config, preset: str) -> models.Llama | None:

@@ -445,7 +445,7 @@ def build_host_inputs(
         context.enter_phase(Phase.PIN)
     dtype = compute_dtype(config.parallel.numerics)
     stage = rank.axes.coordinate(rank.index, ("pp",)).rank
-    run = PredictedRun.from_config(llama, config, rank.world_size, rank.axes)
+    run = PredictedRun.from_config(llama, config, rank.world_size, axes=rank.axes)
     return offload_inputs(
         module, run.inputs_on_host(stage), run.input_shape, dtype, rank.device, context.heartbeat.record_progress
     )

@@ -39,7 +39,7 @@ from llama405b.optim.optimizer import build_optimizer
 from llama405b.optim.updater import Updater
 from llama405b.parallel.load_weights import check_weights_finite
 from llama405b.parallel.passes import ForwardBackward, build_forward_backward, check_user_loss
-from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.run_shape import checkpoint_bytes
 from llama405b.settings.axes import MicrobatchSplit, idle_rank_note
 from llama405b.settings.config import to_toml, with_global_batch
 from llama405b.settings.schema import Checkpoint, Config, Tracking, Training
@@ -194,7 +194,7 @@ def _open_start(config: Config, resume: str, context: RankContext, purpose: Purp
     if not trains:
         return start
     check = functools.partial(start.check, context=context)
-    n_bytes = PredictedRun.from_config(llama, config, rank.world_size).checkpoint_bytes
+    n_bytes = checkpoint_bytes(llama, config)
     saving, checkpoint = open_checkpoints(config.checkpoint, config.timeouts.load, resume, n_bytes, context, check)
     return dataclasses.replace(start, checkpoint=checkpoint, saving=saving)
 
@@ -342,7 +342,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     assert batches
     assert saving
     assert begun.checkpoint
-    n_bytes = PredictedRun.from_config(begun.llama, config, context.rank.world_size).checkpoint_bytes
+    n_bytes = checkpoint_bytes(begun.llama, config)
     budget.set_save_size(n_bytes * ranks_per_host() / context.rank.world_size)
     allocate_staging(config, saving, updater, context)
     saving.start_background_work(setup.step)

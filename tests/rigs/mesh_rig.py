@@ -119,7 +119,7 @@ def keep_on_host(me, directory, model, parallel, recompute, micro, dtype):
         Training(global_batch_size=BATCH, micro_batch_size=micro),
         parallel=parallel,
     )
-    run = PredictedRun.from_config(read_llama(directory), config, me.world_size, me.axes)
+    run = PredictedRun.from_config(read_llama(directory), config, me.world_size, axes=me.axes)
     count = run.inputs_on_host(me.axes.coordinate(me.index, ("pp",)).rank)
     return host_inputs.offload_inputs(model, count, run.input_shape, dtype, me.device, lambda *_: None)
 

@@ -88,7 +88,7 @@ def offered(model, world, gpu, settings):
         except UserError:
             continue
     axes = Axes.from_parallel(config.parallel, world, 8)
-    run = PredictedRun.from_config(llama, with_global_batch(config, axes), world, axes)
+    run = PredictedRun.from_config(llama, with_global_batch(config, axes), world)
     prediction = Prediction.from_run(run, cluster, 2e12)
     others = [*rank_variants(prediction, ("fp32", "bf16")), *(other for _, other in remedies(prediction))]
     for other in others:

@@ -9,7 +9,7 @@ from llama405b.contract.errors import UserError
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.hardware import read_gpus
 from llama405b.predict.run_shape import PredictedRun
-from llama405b.predict.search import Fit, Prediction, resolve_auto
+from llama405b.predict.search import Fit, Prediction, fastest_meshes, rank_variants, resolve_auto
 from llama405b.settings.axes import Axes
 from llama405b.settings.config import PRESET_DIR, layout_flags, with_global_batch
 from llama405b.settings.rules import find_step_faults
@@ -34,7 +34,7 @@ def asked(strategy, seq_len=4096, batch=64, **parallel):
 
 
 def predicted(config, llama, world):
-    load = dataclasses.replace(PredictedRun.from_config(llama, config, world), ranks_per_host=8)
+    load = PredictedRun.from_config(llama, config, world)
     return Prediction.from_run(load, H100, RAM)
 
 
@@ -108,3 +108,18 @@ def test_the_choice_is_the_same_once_it_is_made():
     for name in ("tp", "cp", "pp", "dp_replicate", "pp_schedule"):
         assert flags[f"parallel.{name}"] == str(getattr(mesh.parallel, name))
     assert flags["training.micro_batch_size"] == str(mesh.training.micro_batch_size)
+
+
+def test_auto_and_a_search_find_the_same_where_plain_fsdp_does_not_fit():
+    cluster = Cluster(read_gpus()["a100-40"])
+    config = asked("auto", 8192, 48, offload="all")
+    mesh = resolve_auto(config, LARGE, 48, 4, cluster, RAM)
+    run = PredictedRun.from_config(LARGE, mesh, 48, 4)
+    plain = Prediction.from_run(PredictedRun.from_config(LARGE, asked("fsdp2", 8192, 48), 48, 4), cluster, RAM)
+    best = rank_variants(plain)[0]
+    assert (best.fit, best.run) == (Fit.YES, run)
+
+
+def test_a_mesh_that_fits_comes_before_a_faster_one_that_frees_memory_in_each_step():
+    prediction = predicted(asked("fsdp2", 32_768, 32), LARGE, 128)
+    assert {each.fit for each in fastest_meshes(prediction, at_most=20)} == {Fit.YES}

@@ -93,7 +93,7 @@ def test_hosts_have_as_many_gpus_as_such_hosts_have(capsys, tmp_path):
 
 def test_a_search_tries_every_micro_batch_that_divides_the_step(capsys):
     found = record(capsys, *LARGE, "--training.global_batch_size", "1152", "--search")["search"]
-    assert {each["settings"]["micro_batch_size"] for each in found} == {1, 2, 3, 6, 9, 18}
+    assert {each["settings"]["micro_batch_size"] for each in found if not is_untried(each)} == {1, 2, 3, 6, 9, 18}
 
 
 @pytest.mark.parametrize(("beta", "moments"), [("0.95", {"fp32", "bf16"}), ("0.999", {"fp32"})])

@@ -77,7 +77,7 @@ def estimate_requirements(settings: Config | None, preset: str, hosts: Sequence[
     needs = dataclasses.replace(needs, gpu_bytes=on_device, ram_bytes=on_host * max_slots)
     if not can_predict(settings):
         return needs
-    predicted_run = run_shape.PredictedRun.from_config(llama, settings, world, axes)
+    predicted_run = run_shape.PredictedRun.from_config(llama, settings, world, axes=axes)
     predicted = estimate.estimate(predicted_run)
     at_peak = (
         predicted.host_bytes * predicted_run.hosts / world * max_slots

@@ -33,7 +33,7 @@ from llama405b.contract.files import read_record, set_private_umask, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.software import code_version, module_argv
 from llama405b.predict.estimate import DISK_BYTES_PER_S
-from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.run_shape import checkpoint_bytes
 from llama405b.predict.search import find_model_shape
 from llama405b.spec.plan import Plan, read_plan
 from llama405b_tools.agent import machine, processes
@@ -138,8 +138,7 @@ def _lead_s(request: LaunchRequest, limit_s: float | None, nodes: str) -> int:
     save_s = 0.0
     n_nodes = re.match(r"\d+", nodes)
     if n_nodes and request.config and request.saves and (llama := find_model_shape(request.config, "")):
-        n_bytes = PredictedRun.from_config(llama, request.config, int(n_nodes[0])).checkpoint_bytes
-        save_s = 2 * n_bytes / DISK_BYTES_PER_S / int(n_nodes[0])
+        save_s = 2 * checkpoint_bytes(llama, request.config) / DISK_BYTES_PER_S / int(n_nodes[0])
     lead_s = max(MIN_LEAD_S, save_s, min(MAX_LEAD_S, limit_s / 10 if limit_s else math.inf))
     return int(min(lead_s, limit_s / 2 if limit_s else math.inf))
 

@@ -22,7 +22,7 @@ from llama405b.contract.software import DOCS, code_version
 from llama405b.predict.calibration import Calibration
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.hardware import GIB, Gpu, match_gpu, read_gpus
-from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.run_shape import PredictedRun, checkpoint_bytes
 from llama405b.predict.search import Fit, Prediction, can_predict, resolve_auto
 from llama405b.settings.axes import AXIS_NAMES, DP_AXES, idle_rank_note
 from llama405b.settings.config import layout_flags, mesh_flags, with_global_batch
@@ -263,9 +263,7 @@ def predict_launch(
     if gpu is None:
         return None
     axes = plan.axes(config.parallel)
-    predicted_run = dataclasses.replace(
-        PredictedRun.from_config(llama, with_global_batch(config, axes), plan.world_size, axes), ranks_per_host=slots
-    )
+    predicted_run = PredictedRun.from_config(llama, with_global_batch(config, axes), plan.world_size, slots, axes)
     cluster = Cluster(gpu, min(_link_bytes_per_s(answers[node.name], node.interface) for node in plan.nodes))
     outlook = Prediction.from_run(predicted_run, cluster, ram_bytes)
     outlook = outlook.with_calibration(calibration) if calibration else outlook
@@ -314,16 +312,14 @@ def disk_room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, L
         return {}
     llama = answers[head.name].llama
     checkpoint = request.settings.checkpoint
-    checkpoint_bytes = (
-        PredictedRun.from_config(llama, request.settings, plan.world_size).checkpoint_bytes if llama else 0
-    )
+    total_bytes = checkpoint_bytes(llama, request.settings) if llama else 0
     if checkpoint.storage == "shared":
-        needed_bytes = {head.name: checkpoint_bytes}
+        needed_bytes = {head.name: total_bytes}
     else:
         copies = checkpoint.copies * (len(plan.nodes) > 1)
         ring = zip(plan.nodes, (plan.nodes[-1], *plan.nodes), strict=False)  # each with the one before it
         needed_bytes = {
-            node.name: checkpoint_bytes * (node.slots + copies * previous.slots) // plan.world_size
+            node.name: total_bytes * (node.slots + copies * previous.slots) // plan.world_size
             for node, previous in ring
         }
     faults = {}

@@ -445,9 +445,7 @@ def _predict(requested: Config, preset: str, calibration: Calibration | None, ma
     models.check_seq_len(llama, requested.data.seq_len)
     axes = Axes.from_parallel(requested.parallel, machines.world_size, machines.slots)
     check_mesh(axes, requested.parallel, llama, requested.data.seq_len, machines.slots)
-    run = dataclasses.replace(
-        PredictedRun.from_config(llama, requested, machines.world_size, axes), ranks_per_host=machines.slots
-    )
+    run = PredictedRun.from_config(llama, requested, machines.world_size, machines.slots, axes)
     assert machines.gpu, "a kind of GPU was chosen"
     cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
     prediction = Prediction.from_run(run, cluster, machines.ram_bytes)
