@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from llama405b.contract import reader
 from llama405b.settings import command
 from llama405b.spec.probes import Figure, Probe, ProbeResult
 from llama405b_tools import parsers
+from llama405b_tools.hosts.fleet import command_to_type, program_name
 from llama405b_tools.hosts.inventory import parse_hosts
 from llama405b_tools.launch import doctor, host_rules
 from llama405b_tools.launch.doctor import Survey, estimate_requirements
@@ -334,8 +336,8 @@ def test_versions_that_are_known_to_go_wrong_are_told_with_the_planned_settings(
 def test_remedies_can_be_typed():
     facts = good()
     put("environment", "packages", "torch", "missing")(facts)
-    [found] = diagnose({"a": facts}, Requirements(program=".venv/bin/llama405b", hosts_arg=" 'my hosts'"))
-    assert found.remedy == "run `.venv/bin/llama405b setup 'my hosts'`, or install it there"
+    [found] = diagnose({"a": facts}, Requirements(command_format=command_to_type("{}", Path("my {} hosts"))))
+    assert found.remedy == f"run `{program_name()} setup 'my {{}} hosts'`, or install it there"
 
 
 def test_who_differs():

@@ -1,6 +1,7 @@
 """What launch refuses and what doctor lists are the same findings, in the same words."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ from llama405b.settings import command
 from llama405b_tools.agent.launch_facts import LaunchFacts
 from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
 from llama405b_tools.agent.messages import DiskSpace
-from llama405b_tools.hosts.fleet import Fleet, program_name
+from llama405b_tools.hosts.fleet import Fleet, command_to_type, program_name
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch import host_rules, preflight
 from llama405b_tools.launch.findings import BAD, Finding, full_disk
@@ -76,7 +77,7 @@ def test_doctor_and_launch_say_the_same(to_launch, to_doctor):
     refused = preflight.unfit_hosts(
         request, [Host("a", "hosts:1", slots=8)], {"a": dataclasses.replace(GOOD, **to_launch)}
     )
-    needs = Requirements(settings=command.parse(["--preset", "demo"]).config, program=program_name())
+    needs = Requirements(settings=command.parse(["--preset", "demo"]).config, command_format=f"{program_name()} {{}}")
     listed = host_rules.host_findings(HostFacts(**to_doctor), needs, is_head=False)
     assert refused["a"] in [str(each) for each in listed if each.level == BAD]
 
@@ -117,7 +118,7 @@ def test_doctor_the_guard_and_cluster_top_call_the_same_disks_nearly_full(free_g
 
 def test_doctor_names_a_missing_directory_as_every_other_verb_does():
     gone = dataclasses.replace(UNKNOWN_ENVIRONMENT, workdir="/w")
-    needs = Requirements(program=program_name(), hosts_arg=" h")
+    needs = Requirements(command_format=command_to_type("{}", Path("h")))
     listed = [str(each) for each in host_rules.host_findings(HostFacts(environment=gone), needs, is_head=False)]
     fault = Fleet([Host("a", "h:1", workdir="/w")]).explain_fault("a", "sh: 1: cd: can't cd to /w")
     assert str(fault) in listed

@@ -135,8 +135,8 @@ def test_an_answer_that_never_comes_is_named(fleet, plan, monkeypatch):
 
 def test_what_cannot_be_asked_is_not_called_ended(fleet, plan):
     fleet.fakes["b"].faults |= {"start": HostError("gone"), "stop": HostError("gone")}
-    with pytest.raises(StartError, match="stop my-hosts --run r` once b can be reached"):
-        start_run(plan, {}, fleet, hosts_arg=" my-hosts")
+    with pytest.raises(StartError, match="stop --run r` once b can be reached"):
+        start_run(plan, {}, fleet)
 
 
 def test_one_machine_under_two_names_is_said(fleet):

@@ -9,8 +9,12 @@ from run_rig import ended, metrics, plan, take
 
 from llama405b.contract.records import Cause, CauseKind, EvaluationMetrics, EventKind, Phase, RunEvent
 from llama405b_tools.agent.messages import RankHeartbeat
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import follow
 from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, EndKind, IdleMessage, RunMonitor, summarise
+
+FLEET = Fleet([Host("a", "hosts:1")])
 
 
 @pytest.fixture
@@ -48,11 +52,11 @@ def test_an_evaluation_before_the_first_step_is_no_step(watch, capsys):
     take(watch, "a", metrics=(EvaluationMetrics(0, 0.0, 7.6, 2),))
     take(watch, "b", beats=(RankHeartbeat(1, "b", 5, 0.0, 0, Phase.TRAIN, 0.0),), now=0.0)
     assert silence.due(120.0) == ["20 s: evaluating (rank 0), taking the first step (rank 1)"]
-    summarise(watch, watch.plan)
+    summarise(watch, watch.plan, FLEET)
     assert "steps" not in capsys.readouterr().out
     last = dataclasses.replace(metrics(2, 4.0, 2), evaluation_loss=4.25)
     take(watch, "a", metrics=(metrics(1, 5.0, 2), last))
-    summarise(watch, watch.plan)
+    summarise(watch, watch.plan, FLEET)
     assert "steps 1-2, loss 5.000 -> 4.500 (mean of the last 2), evaluation 7.600 -> 4.250 after step 2, " in (
         capsys.readouterr().out
     )
@@ -77,17 +81,17 @@ def test_resuming_is_suggested_only_where_there_is_a_checkpoint(watch, foreign, 
                 take(each, "a", node=ended(Cause(CauseKind.RANK_EXIT, "a", 0)))
             else:
                 each.stopped_by = "me"
-            assert summarise(each, each.plan).kind is kind
+            assert summarise(each, each.plan, FLEET).kind is kind
     assert "--resume" not in "".join(capsys.readouterr())
     take(watch, "a", events=(RunEvent(0.0, "rank-0", EventKind.RESUMED, 2, 4, "/old"),))
-    summarise(watch, watch.plan)
+    summarise(watch, watch.plan, FLEET)
     assert "stopped by me; to continue, repeat the launch with --run r --resume auto" in capsys.readouterr().out
 
 
 def test_a_failure_says_whose_log_to_read(watch, capsys):
     killed = Cause(CauseKind.RANK_KILLED, "b", 1, signal=9, gpu="4")
     take(watch, "b", node=ended(killed))
-    ending = summarise(watch, watch.plan, " my-hosts")
+    ending = summarise(watch, watch.plan, Fleet([Host("a", "my-hosts:1")]))
     logs = r"; `\S+ logs my-hosts --run r --attempt 2 --rank 1` shows its log"
     assert re.fullmatch(rf"b: exited 1: rank 1 \(GPU 4\) was killed by SIGKILL{logs}", ending.words)
     assert f"FAILED  {ending.words}\n" in capsys.readouterr().err
@@ -109,5 +113,5 @@ def test_a_failure_has_the_time_at_which_its_host_saw_it_by_the_heads_clock(watc
 
 
 def test_another_program_is_not_taken_for_training(foreign, capsys):
-    assert summarise(foreign, foreign.plan).kind is EndKind.WELL
+    assert summarise(foreign, foreign.plan, FLEET).kind is EndKind.WELL
     assert "model" not in capsys.readouterr().out

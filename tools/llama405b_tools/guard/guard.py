@@ -30,7 +30,7 @@ from llama405b.spec.plan import Plan
 from llama405b_tools.agent import processes
 from llama405b_tools.agent.messages import DiskSpace, HostRun
 from llama405b_tools.agent.processes import machine_id
-from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
+from llama405b_tools.hosts.fleet import Fleet, command_to_type
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, failure_texts, replies
 from llama405b_tools.launch.request import LaunchRequest, requested_guard
@@ -92,7 +92,7 @@ def _refuse_guarded(request: LaunchRequest, runs: Iterable[HostRun]) -> GuardSta
     status = guard_of_hosts(request.run, guard_reports(runs), time.time())
     if status and status.is_guarding:
         guard_process = f"process {status.state.pid} on {status.state.machine.partition(' ')[0]}"
-        stop = f"{program_name()} stop{hosts_argument(request.hosts_file)} --run {request.run}"
+        stop = command_to_type("stop", request.hosts_file, request.run)
         raise UserError(
             f"--run: {request.run!r} already has a guard ({guard_process}); `{stop}` ends both, or leave them running"
         )
@@ -396,9 +396,7 @@ class Guard:
     def follow_to_end(self) -> int:
         """Guard the run to its end; returns the exit code."""
         while True:
-            ending = follow(
-                self.fleet, self.plan, hosts_argument(self.request.hosts_file), self.pace, self.note_progress
-            )
+            ending = follow(self.fleet, self.plan, self.pace, self.note_progress)
             if ending.failure is None and ending.kind is not EndKind.RESTART:
                 self.send_pages()
                 return self.finish(ending)

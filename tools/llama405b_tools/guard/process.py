@@ -26,7 +26,7 @@ from llama405b_tools.agent.machine import check_writable_directory
 from llama405b_tools.agent.messages import START_REPLY_TIMEOUT_S, START_TIMEOUT_S
 from llama405b_tools.agent.processes import resolve_run_dir
 from llama405b_tools.guard.guard import GuardInput
-from llama405b_tools.hosts.fleet import Fleet, is_local, program_name, ssh_user
+from llama405b_tools.hosts.fleet import Fleet, command_to_type, is_local, ssh_user
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Outcomes, failure_texts, replies
 from llama405b_tools.launch.findings import place_words
@@ -52,7 +52,7 @@ class GuardProcess:
         """The guard's process ID."""
         return self.child.pid
 
-    def follow(self, hosts_arg: str, *, plain: bool) -> int:
+    def follow(self, hosts_file: Path, *, plain: bool) -> int:
         """Print the guard's log until it ends; Ctrl-C only stops following."""
         try:
             with (
@@ -71,7 +71,7 @@ class GuardProcess:
                         return code if code >= 0 else EXIT_FAILED
                     time.sleep(POLL_S)
         except KeyboardInterrupt:
-            stop = f"`{program_name()} stop{hosts_arg} --run {self.run}` stops both"
+            stop = f"`{command_to_type('stop', hosts_file, self.run)}` stops both"
             show(f"\nDetached; the run keeps going, guarded. {stop}")
             return EXIT_DETACHED
 

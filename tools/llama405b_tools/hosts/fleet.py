@@ -413,7 +413,13 @@ class Fleet:
 
     def command_to_type(self, verb: str, run_name: str = "") -> str:
         """Return a command about these hosts, to be typed by the user."""
-        return command_to_type(verb, find_hosts_file(next(iter(self.hosts.values()))), run_name)
+        return f"{program_name()} {verb}{self.hosts_argument}{fmt_if(' --run {}', run_name)}"
+
+    @property
+    def hosts_argument(self) -> str:
+        """The argument with which a printed command finds these hosts; '' for those of a Slurm job."""
+        files = dict.fromkeys(file for host in self.hosts.values() if (file := find_hosts_file(host)))
+        return "".join(map(hosts_argument, files))
 
     def command(self, name: str, module: str, arguments: Sequence[str], setup: str = "") -> str:
         """Return the shell line that starts a module of ours on a host, in its working directory; ``setup``: a line before."""

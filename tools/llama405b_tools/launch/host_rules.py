@@ -79,12 +79,11 @@ class Requirements:
     hash_weights: bool = False  # compare their content with the SHA-256 that download and push recorded
     settings: Config | None = None  # None: unknown
     mesh: str = ""  # of all ranks, if it has more than shards
-    program: str = "llama405b"  # as it is typed here
-    hosts_arg: str = ""  # the argument that names these hosts
+    command_format: str = "llama405b {}"  # of a command about these hosts, for the user to type; ``{}``: its verb
 
     def command_to_type(self, verb: str) -> str:
         """Return a command about these hosts, to be typed by the user."""
-        return f"`{self.program} {verb}{self.hosts_arg}`"
+        return f"`{self.command_format.replace('{}', verb, 1)}`"
 
 
 def host_findings(facts: HostFacts, needs: Requirements, *, is_head: bool) -> Findings:

@@ -41,7 +41,7 @@ from llama405b_tools.agent.messages import (
     StartReply,
     StartRequest,
 )
-from llama405b_tools.hosts.fleet import Fleet, JsonSession, command_to_type, hosts_argument, program_name
+from llama405b_tools.hosts.fleet import Fleet, JsonSession, command_to_type, hosts_argument
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, group_same_machine
 from llama405b_tools.launch.placement import HostSpec
@@ -84,13 +84,12 @@ def start_run(
     *,
     is_restart: bool = False,
     guard: GuardState | None = None,
-    hosts_arg: str = "",
 ) -> None:
     """Start the node runner on every host; if one does not start, stop them all.
 
     ``stop_times``: when each host was asked to stop an earlier launch, by its own clock; any other stop is for this one.
     ``is_restart``: a restart, refused if somebody has stopped the run meanwhile. ``guard``: the one that was asked for, to be
-    recorded on the hosts. ``hosts_arg``: the hosts argument of the printed commands.
+    recorded on the hosts.
     """
     requests = {
         node.name: StartRequest(
@@ -109,7 +108,7 @@ def start_run(
     _close_dialogues(sessions)
     if faults:
         requested_hosts = [name for name in requests if name in sessions or name in faults]
-        why = _roll_back(plan, faults, requested_hosts, fleet, hosts_arg)
+        why = _roll_back(plan, faults, requested_hosts, fleet)
         taken_hosts = {
             name
             for name, outcome in faults.items()
@@ -173,7 +172,7 @@ def _close_dialogues(sessions: Mapping[str, JsonSession]) -> None:
         dialogue.close(deadline - time.monotonic())
 
 
-def _roll_back(plan: Plan, faults: Faults, requested_hosts: Sequence[str], fleet: Fleet, hosts_arg: str) -> str:
+def _roll_back(plan: Plan, faults: Faults, requested_hosts: Sequence[str], fleet: Fleet) -> str:
     """Stop what was started on the requested hosts, print each host's outcome, and return it as a sentence."""
     reasons = {name: fault_words(outcome, plan.run) for name, outcome in faults.items()}
     foreign_hosts = [
@@ -193,7 +192,7 @@ def _roll_back(plan: Plan, faults: Faults, requested_hosts: Sequence[str], fleet
     show(format_columns(("host", "what happened", "now"), rows))
     tail = "; nothing is left running"
     if unverified := unstopped_hosts(outcomes):
-        tail = f"; run `{program_name()} stop{hosts_arg} --run {plan.run}` once {', '.join(unverified)} can be reached"
+        tail = f"; run `{fleet.command_to_type('stop', plan.run)}` once {', '.join(unverified)} can be reached"
     return f"{fault_list(reasons, len(requested_hosts), '')}{tail}"
 
 
@@ -401,8 +400,7 @@ def launch(
     checked = check_and_plan(request, hosts, fleet, is_restart=is_restart, has_fewer_hosts=has_fewer_hosts)
     guard = requested_guard(request) if request.restart and not is_restart else None
     stop_times = {name: facts.stopped_at for name, facts in checked.answers.items()}
-    hosts_arg = hosts_argument(request.hosts_file)
-    start_run(checked.plan, request.secrets, fleet, stop_times, is_restart=is_restart, guard=guard, hosts_arg=hosts_arg)
+    start_run(checked.plan, request.secrets, fleet, stop_times, is_restart=is_restart, guard=guard)
     for line in launch_summary(checked.request, hosts, checked, time.monotonic() - start_s):
         on_line(line)
     return checked.plan

@@ -358,7 +358,6 @@ def _next_lines(streams: Streams, monitor: RunMonitor) -> list[str]:
 def follow(
     fleet: Fleet,
     plan: Plan,
-    hosts_arg: str = "",
     pace: Pace | None = None,
     until: Callable[[RunMonitor], bool] = lambda _: False,
     *,
@@ -366,32 +365,31 @@ def follow(
 ) -> Ending:
     """Follow a run to its end, and print how it ended; Ctrl-C only stops following.
 
-    ``hosts_arg`` is the hosts argument of the printed commands; ``until`` is called all the while;
-    unless ``plain``, a terminal has the newest step in its last line.
+    ``until`` is called all the while; unless ``plain``, a terminal has the newest step in its last line.
     """
     try:
         monitor = watch_run(fleet, plan, pace, until, make_printer(plain=plain))
-        return summarise(monitor, plan, hosts_arg, guarded=pace is not None)
+        return summarise(monitor, plan, fleet, guarded=pace is not None)
     except (KeyboardInterrupt, NoReaderError):
         show(
-            f"\nDetached; the run keeps going. Re-attach: `{program_name()} logs{hosts_arg} -f --run {plan.run}`. "
-            f"Stop: `{program_name()} stop{hosts_arg} --run {plan.run}`."
+            f"\nDetached; the run keeps going. Re-attach: `{fleet.command_to_type('logs', plan.run)} -f`. "
+            f"Stop: `{fleet.command_to_type('stop', plan.run)}`."
         )
         return Ending(EndKind.LEFT)
 
 
-def summarise(monitor: RunMonitor, plan: Plan, hosts_arg: str = "", *, guarded: bool = False) -> Ending:
+def summarise(monitor: RunMonitor, plan: Plan, fleet: Fleet, *, guarded: bool = False) -> Ending:
     """Print how the run ended, and return that."""
     if monitor.metrics:
         show(f"\n{plan.run}: {_progress_words(monitor, plan)}")
     if monitor.saved:
         show(f"checkpoint: {monitor.saved}")
-    command = f"{program_name()} logs{hosts_arg} --run {plan.run}"
+    command = fleet.command_to_type("logs", plan.run)
     logs = f"`{command}` shows every rank"
     resume_hint = [f"to continue, repeat the launch with --run {plan.run} --resume auto"] if monitor.can_resume else []
     if worst := monitor.worst_failure():
         for host, why in unstopped_hosts(monitor.stopped).items():
-            show(f"{host}: {why}; run `{program_name()} stop{hosts_arg} --run {plan.run}` again", error=True)
+            show(f"{host}: {why}; run `{fleet.command_to_type('stop', plan.run)}` again", error=True)
         ending = Ending(EndKind.FAILED, worst, logs=f"{command} --attempt {plan.attempt}")
         show(f"FAILED  {ending.words}", error=True)
         show("next: " + "; ".join([logs] if guarded else [logs, *resume_hint]), error=True)
@@ -408,19 +406,19 @@ def summarise(monitor: RunMonitor, plan: Plan, hosts_arg: str = "", *, guarded: 
     )
     export_hint = []
     if monitor.saved:
-        export_hint = [f"{_export_words(plan, hosts_arg)} writes a model that transformers loads"]
+        export_hint = [f"{_export_words(plan, fleet)} writes a model that transformers loads"]
     show("next: " + "; ".join([*export_hint, logs, *own_model_hint]))
     return Ending(EndKind.WELL)
 
 
-def _export_words(plan: Plan, hosts_arg: str) -> str:
+def _export_words(plan: Plan, fleet: Fleet) -> str:
     """Return the command that exports a model, and where to type it."""
     command = f"{program_name()} export {plan.run} OUT"
     if not plan.spread or len(plan.nodes) == 1:
         return f"`{command}`, where the checkpoint is,"
     if plan.slurm_job:
         return f"`{command} HOSTS`, with a hosts file that names the job's nodes,"
-    return f"`{command}{hosts_arg or ' hosts'}`"
+    return f"`{command}{fleet.hosts_argument or ' hosts'}`"
 
 
 def _progress_words(monitor: RunMonitor, plan: Plan) -> str:

@@ -13,7 +13,7 @@ from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, EXIT_UNFIT, UserErro
 from llama405b.settings import command, config
 from llama405b.settings.parser import OneLineParser
 from llama405b.settings.schema import Config
-from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
+from llama405b_tools.hosts.fleet import Fleet, command_to_type
 from llama405b_tools.launch import host_rules
 from llama405b_tools.launch.doctor import (
     DEFAULT_PORT,
@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
     requirements = dataclasses.replace(
         estimate_requirements(_planned_config(args, settings), args.preset, hosts),
         hash_weights=args.deep,
-        program=program_name(),
-        hosts_arg=hosts_argument(args.hosts),
+        command_format=command_to_type("{}", args.hosts),
     )
     with Fleet(hosts) as fleet:
         survey = survey_hosts(fleet, args.port or DEFAULT_PORT, requirements)

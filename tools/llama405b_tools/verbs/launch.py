@@ -16,7 +16,7 @@ from llama405b_tools.agent.processes import dismiss_guard, setup_argv, torchrun_
 from llama405b_tools.guard import guard, process
 from llama405b_tools.guard.guard import GuardInput, run_follow_up
 from llama405b_tools.guard.process import begin_guard_on, check_guard_host
-from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
+from llama405b_tools.hosts.fleet import Fleet, command_to_type, program_name
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch import slurm
 from llama405b_tools.launch.placement import first_ranks, places_env
@@ -61,13 +61,13 @@ def main(argv: Sequence[str]) -> int:
         if request.follow and not request.restart:
             return follow_to_end(request, fleet, plan)
     if request.follow and guard_process:
-        return guard_process.follow(hosts_argument(request.hosts_file), plain=request.plain)
+        return guard_process.follow(request.hosts_file, plain=request.plain)
     return EXIT_OK
 
 
 def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:
     """Follow the run, then run the actions after a successful end; return the exit code."""
-    ending = follow(fleet, plan, hosts_argument(request.hosts_file), plain=request.plain)
+    ending = follow(fleet, plan, plain=request.plain)
     fault, words = run_follow_up(request, ending, plan, fleet, show)
     if fault:
         raise RunError(fault)
@@ -190,7 +190,6 @@ def _provisional_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
 
 def next_commands(hosts_file: Path, run: str, *, saves: bool, attach: bool = True) -> list[str]:
     """Return the commands to use next, each with its purpose."""
-    hosts = hosts_argument(hosts_file)
     verbs = {
         "top": "hosts, GPUs, training and logs on one screen",
         "logs": "every rank's log (-f follows)",
@@ -199,4 +198,4 @@ def next_commands(hosts_file: Path, run: str, *, saves: bool, attach: bool = Tru
     }
     if not attach:
         del verbs["attach"]
-    return [f"  {program_name()} {verb}{hosts} --run {run}   # {purpose}" for verb, purpose in verbs.items()]
+    return [f"  {command_to_type(verb, hosts_file, run)}   # {purpose}" for verb, purpose in verbs.items()]
