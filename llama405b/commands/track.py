@@ -89,7 +89,7 @@ def send_metrics(run: RunDir, name: str, pipe: int | None, model: Path | None = 
             feed.send(now=True)
             feed.send_model(model)
         feed.end()
-    return EXIT_FAILED if feed.pending_lines else EXIT_OK
+    return EXIT_FAILED if feed.pending else EXIT_OK
 
 
 def _try_lock(lock: TextIO) -> bool:

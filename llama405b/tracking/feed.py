@@ -7,12 +7,11 @@ and the trackers' packages; not training.
 
 import contextlib
 import dataclasses
-import functools
 import html
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,23 +27,23 @@ from llama405b.settings.schema import Tracking
 NOT_METRICS = {"step", "time", "attempt"}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """What a tracker is sent of a step: numbers and continuations of prompts, by the names of their curves."""
+
+    step: int
+    time: float
+    values: Mapping[str, float | PromptSample]
+
+
 class Tracker(Protocol):
-    """A tracker: receives metrics, events and samples in the order of steps."""
+    """A tracker: takes entries in the order of steps."""
 
-    def metrics(self, line: Metrics | EvaluationMetrics) -> None:
-        """Send the metrics of a step, or of an evaluation without one."""
+    def log(self, entries: Sequence[Entry]) -> None:
+        """Send entries, so that they survive this process."""
 
-    def event(self, event: RunEvent) -> None:
-        """Send an event of a step."""
-
-    def sample(self, name: str, sample: PromptSample) -> None:
-        """Send the continuation of a prompt; ``name``: of the prompt's curve."""
-
-    def artifact(self, path: Path) -> None:
+    def send_model(self, path: Path) -> None:
         """Send a directory with an exported model."""
-
-    def flush(self) -> None:
-        """Make everything sent so far survive this process."""
 
     def end(self) -> None:
         """Close the tracker after pending data has arrived."""
@@ -68,34 +67,30 @@ class _TensorBoard(Tracker):
 
         self.writer = SummaryWriter(str(run.directory / "tensorboard"))
 
-    def metrics(self, line: Metrics | EvaluationMetrics) -> None:
-        for name, value in metric_values(line).items():
-            self.writer.add_scalar(name, value, line.step, line.time)
-
-    def event(self, event: RunEvent) -> None:
-        self.writer.add_scalar(f"events/{event.kind}", 1, event.step, event.time)
-
-    def sample(self, name: str, sample: PromptSample) -> None:
-        self.writer.add_text(name, f"{sample.prompt} **{sample.text}**", sample.step, sample.time)
-
-    def artifact(self, path: Path) -> None:
-        raise UserError(f"--model: TensorBoard cannot store models, so {path} was not sent; use --only wandb")
-
-    def flush(self) -> None:
+    def log(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            for name, value in entry.values.items():
+                if isinstance(value, PromptSample):
+                    self.writer.add_text(name, f"{value.prompt} **{value.text}**", entry.step, entry.time)
+                else:
+                    self.writer.add_scalar(name, value, entry.step, entry.time)
         self.writer.flush()
+
+    def send_model(self, path: Path) -> None:
+        raise UserError(f"--model: TensorBoard cannot store models, so {path} was not sent; use --only wandb")
 
     def end(self) -> None:
         self.writer.close()
 
 
 class _WandB(Tracker):
-    """A W&B run, online or in files for `wandb sync`; W&B drops data of earlier steps than its last."""
+    """A W&B run, online or in files for `wandb sync`; W&B writes and uploads by itself, and drops data of earlier steps than its last."""
 
     def __init__(self, tracking: Tracking, run: TrackedRun) -> None:
         import wandb
 
         run.directory.mkdir(parents=True, exist_ok=True)
-        self.name, self.last_step = run.name, 0
+        self.wandb, self.name, self.last_step = wandb, run.name, 0
         self.run = wandb.init(
             entity=tracking.entity or None,
             project=tracking.project,
@@ -110,40 +105,30 @@ class _WandB(Tracker):
             settings=wandb.Settings(console="off", disable_git=True, silent=True),
         )
 
-    def metrics(self, line: Metrics | EvaluationMetrics) -> None:
-        self.last_step = line.step
-        self.run.log(metric_values(line), step=line.step)
+    def log(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self.last_step = max(self.last_step, entry.step)
+            self.run.log({name: self._convert(value) for name, value in entry.values.items()}, step=self.last_step)
 
-    def event(self, event: RunEvent) -> None:
-        self.run.log({f"events/{event.kind}": 1}, step=max(self.last_step, event.step or 0))
+    def _convert(self, value: float | PromptSample) -> Any:
+        if isinstance(value, PromptSample):
+            return self.wandb.Html(html.escape(f"{value.prompt} → {value.text}"))
+        return value
 
-    def sample(self, name: str, sample: PromptSample) -> None:
-        import wandb
-
-        text = html.escape(f"{sample.prompt} → {sample.text}")
-        self.run.log({name: wandb.Html(text)}, step=max(self.last_step, sample.step))
-
-    def artifact(self, path: Path) -> None:
-        import wandb
-
-        artifact = wandb.Artifact(f"{self.name}-model", type="model")
+    def send_model(self, path: Path) -> None:
+        artifact = self.wandb.Artifact(f"{self.name}-model", type="model")
         artifact.add_dir(str(path))
         self.run.log_artifact(artifact)
 
-    def flush(self) -> None:
-        """Do nothing: W&B writes each line to its own files and uploads them itself."""
-
     def end(self) -> None:
-        import wandb
-
         self.run.finish()
-        wandb.teardown()  # only then does its service write the end of its file
+        self.wandb.teardown()  # only then does its service write the end of its file
 
 
-SINKS: dict[str, Callable[[Tracking, TrackedRun], Tracker]] = {"wandb": _WandB, "tensorboard": _TensorBoard}
+TRACKERS: dict[str, Callable[[Tracking, TrackedRun], Tracker]] = {"wandb": _WandB, "tensorboard": _TensorBoard}
 
 
-def metric_values(line: Metrics | EvaluationMetrics) -> dict[str, float]:
+def metric_values(line: Metrics | EvaluationMetrics) -> dict[str, float | PromptSample]:
     """Return the finite numbers of a line, by their names in metrics.jsonl."""
     values = {name: value for name, value in dataclasses.asdict(line).items() if name not in NOT_METRICS}
     values |= {f"own/{name}": value for name, value in values.pop("own", {}).items()}
@@ -202,15 +187,14 @@ class TrackerFeed:
                 reader.loads(SentState, self.state_path.read_text(encoding="utf-8"), str(self.state_path))
             )
         self.config = resolve(read_toml(run.config))
-        self.sink: Tracker | None = None
+        self.tracker: Tracker | None = None
         self.retry_at = 0.0  # earliest time of the next try after a failure
         self.last_error = ""  # of the latest failure
         self.lines: LineReader[Metrics | EvaluationMetrics] = LineReader(run.metrics, METRICS_LINE)
         self.events: LineReader[RunEvent] = LineReader(run.events("rank-0"), RunEvent)
         self.samples: LineReader[PromptSample] = LineReader(run.samples, PromptSample)
-        self.pending_samples: list[PromptSample] = []
-        self.pending_lines: list[Metrics | EvaluationMetrics] = []
-        self.pending_events: list[RunEvent] = []
+        self.pending: list[Entry] = []
+        self.read_state = self.sent_state  # once what is pending was sent
         for _ in zip(range(self.sent_state.events), self.events.read_new(), strict=False):
             pass
 
@@ -236,40 +220,34 @@ class TrackerFeed:
 
     def send(self, *, now: bool = False) -> None:
         """Send what is new; ``now``: even if a failure was recent."""
-        self.pending_lines += [line for line in self.lines.read_new() if line.step > self.sent_state.step]
-        self.pending_events += self.events.read_new()
-        self.pending_samples += [sample for sample in self.samples.read_new() if sample.step > self.sent_state.sampled]
-        if not (self.pending_lines or self.pending_events or self.pending_samples) or (
-            time.monotonic() < self.retry_at and not now
-        ):
+        self._read_new()
+        if not self.pending or (time.monotonic() < self.retry_at and not now):
             return
         try:
-            sink = self._open_sink()
-            for call in self._ordered_calls(sink):
-                call()
-            sink.flush()
+            self._open_tracker().log(sorted(self.pending, key=lambda entry: entry.step))
         except Exception as error:  # noqa: BLE001 - a tracker may raise any exception
             self._note_failure(error)
             return
-        step = max([self.sent_state.step, *(line.step for line in self.pending_lines)])
-        events = self.sent_state.events + len(self.pending_events)
-        sampled = max([self.sent_state.sampled, *(sample.step for sample in self.pending_samples)])
-        self._save_state(dataclasses.replace(self.sent_state, step=step, events=events, sampled=sampled))
-        self.pending_lines, self.pending_events, self.pending_samples = [], [], []
+        self._save_state(self.read_state)
+        self.pending = []
 
-    def _ordered_calls(self, sink: Tracker) -> list[Callable[[], None]]:
-        """Return the calls that send pending data, sorted by step; within a step, metrics come first."""
-        calls = [(line.step, functools.partial(sink.metrics, line)) for line in self.pending_lines]
-        calls += [
-            (event.step, functools.partial(sink.event, event))
-            for event in self.pending_events
-            if event.step is not None
+    def _read_new(self) -> None:
+        """Add new entries to the pending ones: of a step the metrics come first."""
+        read = self.read_state
+        lines = [line for line in self.lines.read_new() if line.step > read.step]
+        events = list(self.events.read_new())
+        samples = [sample for sample in self.samples.read_new() if sample.step > read.sampled]
+        self.pending += [Entry(line.step, line.time, metric_values(line)) for line in lines]
+        self.pending += [
+            Entry(event.step, event.time, {f"events/{event.kind}": 1}) for event in events if event.step is not None
         ]
-        calls += [
-            (sample.step, functools.partial(sink.sample, self._curve_name(sample.prompt), sample))
-            for sample in self.pending_samples
-        ]
-        return [call for _, call in sorted(calls, key=lambda step_call: step_call[0])]
+        self.pending += [Entry(one.step, one.time, {self._curve_name(one.prompt): one}) for one in samples]
+        self.read_state = dataclasses.replace(
+            read,
+            step=max([read.step, *(line.step for line in lines)]),
+            events=read.events + len(events),
+            sampled=max([read.sampled, *(sample.step for sample in samples)]),
+        )
 
     def _curve_name(self, prompt: str) -> str:
         """Return the name of a prompt's curve: its number in the settings, since prompts may begin alike."""
@@ -284,7 +262,7 @@ class TrackerFeed:
             RunError: It could not be sent.
         """
         try:
-            self._open_sink().artifact(path)
+            self._open_tracker().send_model(path)
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
@@ -297,25 +275,25 @@ class TrackerFeed:
         """Send pending data and close the tracker."""
         self.send(now=True)
         try:
-            if self.sink:
-                self.sink.end()
+            if self.tracker:
+                self.tracker.end()
         except Exception as error:  # noqa: BLE001 - see above
             self._note_failure(error)
-        if self.pending_lines:
-            lines = pluralize(len(self.pending_lines), "step was", "steps were")
+        if steps := {entry.step for entry in self.pending}:
+            lines = pluralize(len(steps), "step was", "steps were")
             self.say(f"tracking {self.name}: {lines} not sent; `llama405b track --run {self.run.name}` sends them")
 
-    def _open_sink(self) -> Tracker:
-        if self.sink:
-            return self.sink
+    def _open_tracker(self) -> Tracker:
+        if self.tracker:
+            return self.tracker
         if not self.sent_state.id:
             self._save_state(dataclasses.replace(self.sent_state, id=uuid.uuid4().hex[:8]))
+            self.read_state = dataclasses.replace(self.read_state, id=self.sent_state.id)
         settings = dataclasses.asdict(self.config)
         del settings["checkpoint"]["after_save"]  # a command may hold a secret
-        self.sink = SINKS[self.name](
-            self.config.tracking, TrackedRun(self.run.name, self.sent_state.id, self.run.tracking, settings)
-        )
-        return self.sink
+        identity = TrackedRun(self.run.name, self.sent_state.id, self.run.tracking, settings)
+        self.tracker = TRACKERS[self.name](self.config.tracking, identity)
+        return self.tracker
 
     def _save_state(self, sent: SentState) -> None:
         self.sent_state = dataclasses.replace(sent, directory=str(self.run.path.resolve()))
@@ -326,7 +304,7 @@ class TrackerFeed:
         reason = _reason(error)
         if reason != self.last_error:  # log a repeated reason only once
             self.say(f"tracking {self.name}: {reason}; keeping the metrics to send them later")
-        self.last_error, self.sink, self.retry_at = reason, None, time.monotonic() + RETRY_S
+        self.last_error, self.tracker, self.retry_at = reason, None, time.monotonic() + RETRY_S
 
 
 def _reason(error: Exception) -> str:

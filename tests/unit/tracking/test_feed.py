@@ -25,24 +25,18 @@ class Fake:
         type(self).opened += 1
         self.told, self.names, self.given = [], set(), given
 
-    def metrics(self, line):
-        self.told.append((line.step, "metrics"))
+    def log(self, entries):
+        for entry in entries:
+            [first, *_] = entry.values
+            kind = "event" if first.startswith("events/") else "sample" if first.startswith("prompts/") else "metrics"
+            self.names |= {*entry.values}
+            self.told.append((entry.step, kind))
 
-    def event(self, event):
-        self.told.append((event.step, "event"))
-
-    def sample(self, name, sample):
-        self.names.add(name)
-        self.told.append((sample.step, "sample"))
-
-    def artifact(self, path):
+    def send_model(self, path):
         if path.name == "refused":
             raise UserError("it takes none")
         if path.name == "broken":
             raise OSError("no\nroute")
-
-    def flush(self):
-        pass
 
     def end(self):
         pass
@@ -50,7 +44,7 @@ class Fake:
 
 @pytest.fixture
 def found(tmp_path, monkeypatch):
-    monkeypatch.setitem(feed.SINKS, "wandb", Fake)
+    monkeypatch.setitem(feed.TRACKERS, "wandb", Fake)
     monkeypatch.setattr(Fake, "opened", 0)
     run = RunDir(tmp_path)
     run.config.write_text(to_toml(parse(["--preset", "demo", "--tracking.to", "wandb"]).config))
@@ -64,7 +58,7 @@ def found(tmp_path, monkeypatch):
 def test_all_is_sent_by_step_and_of_each_the_numbers_first(found):
     found.send()
     kinds = {0: ["metrics", "sample"], 4: ["metrics", "event", "sample"], 8: ["metrics", "sample"]}
-    assert found.sink.told == [(step, kind) for step, of in kinds.items() for kind in of]
+    assert found.tracker.told == [(step, kind) for step, of in kinds.items() for kind in of]
 
 
 def test_all_is_sent_again_to_a_tracker_that_lost_it(found, monkeypatch):
@@ -90,23 +84,23 @@ def test_the_next_attempt_sends_nothing_again(found, kind):
     for step in (12, 16, 20):
         again = feed.TrackerFeed("wandb", found.run, print)
         again.send()
-        assert again.sink is None
+        assert again.tracker is None
         add(found.run, step)
         again.send()
-        assert [step for step, of in again.sink.told if of == kind] == [step]
+        assert [step for step, of in again.tracker.told if of == kind] == [step]
         assert again.sent_state.id == found.sent_state.id
 
 
 def test_what_was_not_taken_is_sent_at_the_end_however_soon(found, monkeypatch, capsys):
-    monkeypatch.setattr(Fake, "flush", lambda _: 1 / 0)
+    monkeypatch.setattr(Fake, "log", lambda *_: 1 / 0)
     found.send()
     found.send()
     assert Fake.opened == 1  # it waits before it tries again
     monkeypatch.undo()
-    monkeypatch.setitem(feed.SINKS, "wandb", Fake)
+    monkeypatch.setitem(feed.TRACKERS, "wandb", Fake)
     add(found.run, 12)
     found.end()
-    assert [step for step, kind in found.sink.told if kind == "metrics"] == [0, 4, 8, 12]
+    assert [step for step, kind in found.tracker.told if kind == "metrics"] == [0, 4, 8, 12]
     assert capsys.readouterr().out == "tracking wandb: division by zero; keeping the metrics to send them later\n"
 
 
@@ -117,7 +111,7 @@ def test_half_a_line_is_sent_when_it_is_whole(found):
         with found.run.metrics.open("a") as file:
             file.write(part)
         found.send()
-    assert found.sink.told[-1] == (12, "metrics")
+    assert found.tracker.told[-1] == (12, "metrics")
 
 
 def test_a_model_goes_to_the_run_that_is_open(found, tmp_path, capsys):
@@ -153,8 +147,8 @@ def test_prompts_that_begin_alike_have_curves_of_their_own_and_no_command_is_sen
         append_line(found.run.samples, reader.dumps(PromptSample(9, 1.0, prompt, "b")))
     again = feed.TrackerFeed("wandb", found.run, print)
     again.send()
-    assert {"prompts/1", "prompts/2"} <= again.sink.names
-    _, identity = again.sink.given
+    assert {"prompts/1", "prompts/2"} <= again.tracker.names
+    _, identity = again.tracker.given
     assert "s3cr3t" not in repr(identity.settings)
 
 
@@ -165,7 +159,7 @@ def test_a_copied_run_is_another_one_and_a_renamed_one_the_same(found, tmp_path,
     feeds = [feed.TrackerFeed("wandb", RunDir(copied), print) for _ in range(2)]
     assert feeds[0].sent_state == feed.SentState()
     feeds[0].send()
-    assert len(feeds[0].sink.told) == 7  # the whole of it
+    assert len(feeds[0].tracker.told) == 7  # the whole of it
     assert feeds[0].sent_state.id != found.sent_state.id
     assert f"copied is a copy of {tmp_path.resolve()}; sending it as a new run" in capsys.readouterr().out
     elsewhere = tmp_path / "elsewhere"
