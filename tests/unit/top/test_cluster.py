@@ -18,8 +18,8 @@ from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.ui import VIEWS, Ui
 from llama405b_tools.top.event_sources import LiveSource
 from llama405b_tools.top.state import picture
-from llama405b_tools.top.state.cluster import ClusterState
-from llama405b_tools.top.state.picture import GuardShown, HostState
+from llama405b_tools.top.state.cluster import ClusterState, VerdictReason, advice
+from llama405b_tools.top.state.picture import ClusterVerdict, GuardShown, HostState
 from llama405b_tools.top.state.trends import Trends
 
 T0, NAN, INF = simulate.BEGIN, float("nan"), float("inf")
@@ -370,16 +370,26 @@ def test_a_save_that_failed_on_a_full_disk_says_what_fills_it():
         frame["disks"] = [["/w", 1 << 30, 7 << 40]]
         frame["run"]["unsaved"] = "step 7: No space left on device"
 
-    advice = play(seconds=80, change=edit_smi("gpu-1", full))[1].advice
-    assert advice.startswith("make room where the checkpoints go: ")
-    assert advice.endswith("; `du -xhd2 /w | sort -h | tail` on gpu-1 shows what fills it")
+    pic = play(seconds=80, change=edit_smi("gpu-1", full))[1]
+    assert pic.advice.startswith("make room where the checkpoints go: ")
+    assert pic.advice.endswith("; `du -xhd2 /w | sort -h | tail` on gpu-1 shows what fills it")
 
 
 def test_what_to_do_about_a_hot_gpu_is_to_cool_it():
-    advice = play(seconds=84)[1].advice
-    assert advice.startswith(
+    assert play(seconds=84)[1].advice.startswith(
         "check the fans and the inlet air of gpu-3; until then, `sudo nvidia-smi -i 3 -pl 560` there"
     )
+
+
+def test_the_advice_is_about_the_first_reason_for_which_there_is_one():
+    snapshot = play(seconds=50)[0].snapshot
+    slow, lost = VerdictReason("", "a step is slow", "ask `{doctor}`"), VerdictReason("x", "x: AUTH", "look at {host}")
+    for reasons, words in (([slow, lost], "ask `l doctor`"), ([VerdictReason("y", "y: odd"), lost, slow], "look at x")):
+        assert advice(snapshot, reasons, None, ClusterVerdict.DEGRADED, "l {}") == words
+    assert advice(snapshot, [VerdictReason("y", "y: odd")], None, ClusterVerdict.DEGRADED, "l {}").startswith(
+        "Enter shows"
+    )
+    assert advice(snapshot, [], None, ClusterVerdict.DEGRADED, "l {}") == ""
 
 
 NODE = {"host": "h", "state": "exited", "attempt": 1, "pid": 1, "pid_start": 1, "exit_code": 1}

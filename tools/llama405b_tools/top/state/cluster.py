@@ -6,7 +6,6 @@
 import collections
 import dataclasses
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from llama405b.contract.errors import fmt_if, pluralize
 from llama405b.contract.reader import Json
 from llama405b.contract.records import GuardState, Phase
 from llama405b_tools.agent.messages import RunFrame, StepMetrics
-from llama405b_tools.parsers import THERMAL_REASONS
 from llama405b_tools.run import hang, judge
 from llama405b_tools.run.hang import Pace
 from llama405b_tools.run.judge import Failure, first_failure
@@ -24,7 +22,7 @@ from llama405b_tools.text.figures import format_stopwatch
 from llama405b_tools.text.words import clean, fold_names
 from llama405b_tools.top.state import thresholds, verdicts
 from llama405b_tools.top.state.frames import HostFrame
-from llama405b_tools.top.state.hostview import NOT_ODD, HostView
+from llama405b_tools.top.state.hostview import HostView
 from llama405b_tools.top.state.moment import (
     NO_SLEEP_GAP,
     NOT_LOADING,
@@ -50,21 +48,16 @@ from llama405b_tools.top.state.picture import (
     RunPhase,
     Severity,
     TrainingStatus,
-    not_none,
 )
 from llama405b_tools.top.state.verdicts import (
     BEHIND_KEY,
-    DISK_FIELD,
     HALTED_NOTES,
     NO_HEARTBEAT,
-    TEMPERATURE_FIELD,
     BeatId,
     Note,
     RunHistory,
-    full_disks,
 )
 
-COOL_POWER_SHARE = 0.8  # share of its power limit to suggest for a hot GPU
 HOST_ADVICE = {
     HostState.AUTH: "check its user and key with `ssh {host}`; cluster-top tries again every few seconds",
     HostState.REFUSED: "start sshd on {host}, or correct its port in the hosts file; cluster-top tries again by itself",
@@ -74,32 +67,16 @@ HOST_ADVICE = {
     HostState.SMI_HUNG: "a GPU or the driver of {host} hangs: `dmesg` there says which; only a restart of the host helps",
     HostState.NO_DRIVER: "`{doctor}` says what is wrong with the driver of {host}",
 }
-NOTE_ADVICE = {  # by the beginning of a note's key
-    UNSAVED_KEY: "make room where the checkpoints go: the next save tries again, and until then the steps are at risk",
-    "loss": "if it does not come down again, stop, and resume from a checkpoint before it with a lower learning rate",
-    "stall": "wait: it is a hang if it lasts; 3 shows the ranks, and which one is behind",
-    "step_s": "2, 3 and 4 show GPUs, ranks and network: one that is slower delays all; a step's parts tell what takes longer",
-    "retries": "a smaller batch or sequence, or more offload, makes room: `{plan}` says what fits",
-    "power fell": "wait for a step: if none comes, a rank waits for something; 3 shows which is behind",
-    "rdma fell": "wait for a step: if none comes, a rank waits for something; 4 shows the network",
-    "metrics": "the log of rank 0 (5) may say why it writes no metrics",
-    "long": "wait, or look at the disks: what it reads or writes is slow; 5 shows the log",
-}
 
 
 def advice(
     snapshot: ClusterSnapshot,
-    notes: Sequence[Note],
-    rows: Sequence[HostRow],
+    reasons: Sequence["VerdictReason"],
     run: TrainingStatus | None,
     verdict: ClusterVerdict,
-    subject_host: str,
     command_format: str,
 ) -> str:
-    """Return advice on what to do; "" if there is none.
-
-    ``subject_host``: the host that the verdict is about. ``command_format``: of a command, with ``{}`` for the verb.
-    """
+    """Return advice on what to do; "" if there is none. ``command_format``: of a command, with ``{}`` for the verb."""
     commands = {verb: command_format.format(verb) for verb in ("doctor", "plan", "stop", "status")}
     of_run = fmt_if(" --run {}", run.run if run else "")
     relaunch = f"launch it again with `--resume auto`{fmt_if(', from step {:,}', run.checkpoint_step if run else None)}"
@@ -134,8 +111,15 @@ def advice(
         return relaunch
     if verdict not in (ClusterVerdict.DOWN, ClusterVerdict.DEGRADED):
         return ""
-    worst = next((row for row in rows if row.name == (subject_host or _worst_host(rows))), None)
-    return _advise_on_reason(snapshot, notes, worst, run).format(**commands, host=worst.name if worst else "")
+    remedy = next((reason for reason in reasons if reason.remedy), None)
+    if remedy:
+        return remedy.remedy.format(**commands, host=remedy.host)
+    is_about_host = any(reason.host for reason in reasons)
+    return (
+        f"Enter shows the host with everything that stands out; `{commands['doctor']}` tests it"
+        if is_about_host
+        else ""
+    )
 
 
 def guard_acts_in_s(snapshot: ClusterSnapshot) -> float | None:
@@ -156,73 +140,6 @@ def _wake_command(snapshot: ClusterSnapshot) -> str:
     return ""
 
 
-def _advise_on_reason(
-    snapshot: ClusterSnapshot, notes: Sequence[Note], worst: HostRow | None, run: TrainingStatus | None
-) -> str:
-    """Return advice on the verdict's first reason; ``worst``: the host it is about."""
-    if snapshot.halted_ranks:
-        of_run = fmt_if(" --run {}", run.run if run else "")
-        return _wake_command(snapshot) or f"a says what the other ranks wait for; `{{stop}}{of_run}` ends it"
-    if worst and worst.state in LINK_STATES:
-        return HOST_ADVICE[worst.state]
-    if notes and notes[0].key == UNSAVED_KEY:
-        full_host = next((host for host in snapshot.run_hosts if full_disks(host.frame)), None)
-        return NOTE_ADVICE[UNSAVED_KEY] + (f"; {_escape_braces(_disk_usage_command(full_host))}" if full_host else "")
-    if run and run.network == "SOCKET":
-        return "`{doctor}` says why the training does not use RDMA"
-    if any(note.key == BEHIND_KEY for _, _, note in snapshot.slow_ranks):
-        return "look at the GPU of that rank (3, Enter): a slow one costs every step; replace its host if it stays so"
-    for note in notes:
-        for key, words in NOTE_ADVICE.items():
-            if note.key.startswith(key):
-                return words
-    if run and run.is_unguarded:
-        return "`{status}" + fmt_if(" --run {}", run.run) + "` prints the command that guards it again"
-    if worst and worst.state in HOST_ADVICE:
-        return HOST_ADVICE[worst.state]
-    if worst and (words := _advise_on_note(snapshot, worst)):
-        return _escape_braces(words)
-    return "Enter shows the host with everything that stands out; `{doctor}` tests it" if worst else ""
-
-
-def _escape_braces(words: str) -> str:
-    """Escape braces for ``str.format``: a path may contain them."""
-    return words.replace("{", "{{").replace("}", "}}")
-
-
-def _advise_on_note(snapshot: ClusterSnapshot, row: HostRow) -> str:
-    """Return advice on a host's first note, if it is about a hot GPU or a full disk; else ""."""
-    host, note = snapshot.hosts[row.name], next(iter(snapshot.host_notes[row.name]), NOT_ODD)
-    if DISK_FIELD in note.fields:
-        return f"{_disk_usage_command(host)}; delete what is not needed, such as checkpoints of earlier runs"
-    odd = [
-        (gpu, snapshot.odd_gpus[row.name, gpu.index]) for gpu in host.gpus if (row.name, gpu.index) in snapshot.odd_gpus
-    ]
-    hot_gpus = [
-        gpu for gpu, gpu_note in odd if TEMPERATURE_FIELD in gpu_note.fields or {*gpu.slowdowns} & {*THERMAL_REASONS}
-    ]
-    if not hot_gpus or odd[0][0] is not hot_gpus[0]:
-        return ""
-    words = f"check the fans and the inlet air of {row.name}"
-    if limits_w := not_none(gpu.power_limit_w for gpu in hot_gpus):
-        gpu_flag = "" if len(hot_gpus) == len(host.gpus) else f" -i {','.join(str(gpu.index) for gpu in hot_gpus)}"
-        command = f"sudo nvidia-smi{gpu_flag} -pl {COOL_POWER_SHARE * min(limits_w):.0f}"
-        words += f"; until then, `{command}` there makes less heat (the limit is {min(limits_w):.0f} W)"
-    return words
-
-
-def _disk_usage_command(host: HostView) -> str:
-    """Return a sentence with the command that shows what fills a host's disk."""
-    path, _ = full_disks(host.frame)[0]
-    return f"`du -xhd2 {shlex.quote(path)} | sort -h | tail` on {host.name} shows what fills it"
-
-
-def _worst_host(rows: Sequence[HostRow]) -> str:
-    """Return the host with the most severe problem; "" if there is none."""
-    odd_rows = [row for row in rows if row.severity or row.notes]
-    return max(odd_rows, key=lambda row: (row.severity, len(row.notes))).name if odd_rows else ""
-
-
 PHASE_VERDICTS = {
     RunPhase.RUNNING: ClusterVerdict.RUNNING,
     RunPhase.STARTING: ClusterVerdict.STARTING,
@@ -237,23 +154,26 @@ class VerdictReason(NamedTuple):
 
     host: str  # host that it is about; "" for the run
     words: str
+    remedy: str = ""  # as a note's
 
 
 def overall_verdict(
-    snapshot: ClusterSnapshot, notes: Sequence[Note], rows: Sequence[HostRow], training: TrainingStatus | None
+    snapshot: ClusterSnapshot,
+    reasons: Sequence[VerdictReason],
+    rows: Sequence[HostRow],
+    training: TrainingStatus | None,
 ) -> tuple[ClusterVerdict, str, str]:
     """Return the verdict, its reason, and the host that it is about ("": none).
 
     Order: what ends a run, what slows it, what is not known yet, its phase.
-    ``notes``: what stands out about the run.
+    ``reasons``: what slows it or may slow it; those of a lost host come first.
     """
     if snapshot.hang:
         return ClusterVerdict.HUNG, f"{snapshot.hang.host}: {snapshot.hang.words}", snapshot.hang.host
     if snapshot.failures:
         return ClusterVerdict.FAILED, _failure_text(snapshot), snapshot.culprit_host
-    run_hosts = {name for name, _, _ in snapshot.nodes} or {row.name for row in rows}
-    if down_reasons := [_state_reason(row) for row in rows if row.severity == 2 and row.name in run_hosts]:
-        return ClusterVerdict.DOWN, _first_reason(down_reasons), down_reasons[0].host
+    if lost_hosts := _lost_hosts(snapshot, rows):
+        return ClusterVerdict.DOWN, _first_reason(reasons[: len(lost_hosts)]), reasons[0].host
     if snapshot.reconnecting_hosts:
         return ClusterVerdict.CONNECTING, str(snapshot.sleep_gap), ""
     if snapshot.restart_requester and training and training.guard in GUARDING_STATES:
@@ -266,7 +186,7 @@ def overall_verdict(
         return *_end_verdict(
             snapshot, training
         ), snapshot.recorded_failure.host if snapshot.recorded_failure and not snapshot.restart_requester else ""
-    if reasons := _list_reasons(snapshot, notes, rows, training):
+    if reasons:
         return ClusterVerdict.DEGRADED, _first_reason(reasons), reasons[0].host
     if unanswered := [row for row in rows if row.state is HostState.CONNECTING]:
         return ClusterVerdict.CONNECTING, f"hosts that have not answered: {len(unanswered)}", ""
@@ -325,15 +245,25 @@ def _first_reason(reasons: Sequence[VerdictReason]) -> str:
 
 
 def _state_reason(row: HostRow) -> VerdictReason:
-    return VerdictReason(row.name, f"{row.name}: {row.state} {row.why}")
+    return VerdictReason(row.name, f"{row.name}: {row.state} {row.why}", HOST_ADVICE.get(row.state, ""))
 
 
-def _list_reasons(
+def _lost_hosts(snapshot: ClusterSnapshot, rows: Sequence[HostRow]) -> list[HostRow]:
+    """Return the hosts that are useless to the run; without a run, to anybody."""
+    run_hosts = {name for name, _, _ in snapshot.nodes} or {row.name for row in rows}
+    return [row for row in rows if row.severity == 2 and row.name in run_hosts]
+
+
+def list_reasons(
     snapshot: ClusterSnapshot, notes: Sequence[Note], rows: Sequence[HostRow], training: TrainingStatus | None
 ) -> list[VerdictReason]:
     """Return what slows the run or may slow it, worst first; causes come before symptoms such as slow steps."""
-    reasons = [
-        VerdictReason(name, f"{name}: rank {beat.rank}: {note.words}") for name, beat, note in snapshot.halted_ranks
+    of_run = fmt_if(" --run {}", training.run if training else "")
+    wake_command = _wake_command(snapshot) or f"a says what the other ranks wait for; `{{stop}}{of_run}` ends it"
+    reasons = [_state_reason(row) for row in _lost_hosts(snapshot, rows)]
+    reasons += [
+        VerdictReason(name, f"{name}: rank {beat.rank}: {note.words}", wake_command)
+        for name, beat, note in snapshot.halted_ranks
     ]
     missing_notes = [
         (name, note)
@@ -341,18 +271,28 @@ def _list_reasons(
         for note in host_notes
         if note.key.startswith(NO_HEARTBEAT)
     ]
-    reasons += [VerdictReason(name, f"{name}: {note.words}") for name, note in missing_notes]
-    reasons += [VerdictReason("", note.words) for note in notes if note.key == UNSAVED_KEY]
+    reasons += [VerdictReason(name, f"{name}: {note.words}", note.remedy) for name, note in missing_notes]
+    reasons += [VerdictReason("", note.words, note.remedy) for note in notes if note.key == UNSAVED_KEY]
     if training and training.network == "SOCKET":
-        reasons.append(VerdictReason("", "training runs over TCP sockets"))
+        remedy = "`{doctor}` says why the training does not use RDMA"
+        reasons.append(VerdictReason("", "training runs over TCP sockets", remedy))
     slow_ranks = [entry for entry in snapshot.slow_ranks if entry[2].key == BEHIND_KEY]
-    reasons += [VerdictReason(name, f"{name}: rank {rank}: {note.words}") for name, rank, note in slow_ranks]
-    reasons += [VerdictReason("", note.words) for note in notes if note.key != UNSAVED_KEY]
+    reasons += [
+        VerdictReason(name, f"{name}: rank {rank}: {note.words}", note.remedy) for name, rank, note in slow_ranks
+    ]
+    reasons += [VerdictReason("", note.words, note.remedy) for note in notes if note.key != UNSAVED_KEY]
     if training and training.is_unguarded:
-        reasons.append(VerdictReason("", "its guard is gone, so nothing restarts this run"))
+        remedy = f"`{{status}}{of_run}` prints the command that guards it again"
+        reasons.append(VerdictReason("", "its guard is gone, so nothing restarts this run", remedy))
     reasons += [_state_reason(row) for row in rows if row.severity]
-    host_reasons = [VerdictReason(row.name, f"{row.name}: {row.notes[0]}") for row in rows if row.notes]
-    return [*reasons, *(reason for reason in host_reasons if reason not in reasons)]
+    for row in rows:
+        if row.notes:
+            remedy = next((note.remedy for note in snapshot.host_notes[row.name] if note.remedy), "")
+            reasons.append(VerdictReason(row.name, f"{row.name}: {row.notes[0]}", remedy))
+    by_words: dict[str, VerdictReason] = {}
+    for reason in reasons:
+        by_words.setdefault(reason.words, reason)
+    return [*by_words.values()]
 
 
 DIGITS = re.compile(r"\d+", re.ASCII)
@@ -482,7 +422,8 @@ class ClusterState:
         rows = [host.make_row(self.run, snapshot.judgment_of(name), snapshot.now) for name, host in self.hosts.items()]
         account = self.account[1] if self.account[0] == self.run else None
         status = training_status(snapshot, self.notes, self.guard, self.load_start, account)
-        verdict, why, subject_host = overall_verdict(snapshot, self.notes, rows, status)
+        reasons = list_reasons(snapshot, self.notes, rows, status)
+        verdict, why, subject_host = overall_verdict(snapshot, reasons, rows, status)
         if self.requested_run and not status and verdict in (ClusterVerdict.NO_RUN, ClusterVerdict.DEGRADED):
             verdict, why, subject_host = ClusterVerdict.DOWN, f"no host knows a run {self.requested_run!r}", ""
         return ClusterView(
@@ -499,9 +440,7 @@ class ClusterState:
             fresh=len(snapshot.fresh_hosts),
             gpus_seen=_sum_over_machines(snapshot.fresh_hosts, lambda host: sum(not gpu.fault for gpu in host.gpus)),
             gpus_expected=_sum_over_machines(self.hosts.values(), lambda host: host.n_expected_gpus),
-            advice=advice(
-                snapshot, self.notes, rows, status, verdict, subject_host, f"{self.program} {{}}{self.hosts_argument}"
-            ),
+            advice=advice(snapshot, reasons, status, verdict, f"{self.program} {{}}{self.hosts_argument}"),
             workdirs=tuple(sorted({host.frame.cwd for host in snapshot.fresh_hosts} - {""})),
         )
 

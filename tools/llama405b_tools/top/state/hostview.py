@@ -124,6 +124,7 @@ MAX_XIDS = 20
 BUSY_STEPS, MIN_BUSY_STEPS = 5, 3  # steps kept per rank, and needed to judge one
 OddUnits = Mapping[tuple[str, int], Note]  # by host and index of a GPU or rank, why it stands out
 NOT_ODD = Note("", "")
+COOL_POWER_SHARE = 0.8  # share of its power limit to suggest for a hot GPU
 
 
 class Xid(NamedTuple):
@@ -373,8 +374,17 @@ class HostView:
         for gpu in self.gpus:
             if note := odd.get((self.name, gpu.index)):
                 by_note.setdefault(note, []).append(gpu.index)
+        hot_gpus = [
+            gpu
+            for note, indices in by_note.items()
+            for gpu in self.gpus
+            if gpu.index in indices and verdicts.is_heat(gpu, note)
+        ]
         for note, indices in by_note.items():
-            notes.append(Note(f"{note.key} {indices}", f"gpu {fold_numbers(indices)}: {note.words}", note.fields))
+            remedy = self._cooling_remedy(hot_gpus) if {gpu.index for gpu in hot_gpus} & {*indices} else ""
+            notes.append(
+                Note(f"{note.key} {indices}", f"gpu {fold_numbers(indices)}: {note.words}", note.fields, remedy)
+            )
         unplaced = [
             f"{xid.words} (at {xid.bus})" for xid in self.recent_xids(run_name) if self.gpu_index_of(xid) is None
         ]
@@ -386,6 +396,15 @@ class HostView:
         ):  # with heartbeats, each stopped rank has its own note
             notes.append(Note("stopped", "all processes of the run on this host are stopped by a signal"))
         return [*notes, *verdicts.list_host_notes(self.frame, self.older_frames[0][1], self.best_rates)]
+
+    def _cooling_remedy(self, hot_gpus: Sequence[GpuReport]) -> str:
+        """Return what to do about hot GPUs; ``hot_gpus``: of this host, in order of their index."""
+        words = "check the fans and the inlet air of {host}"
+        if limits_w := not_none(gpu.power_limit_w for gpu in hot_gpus):
+            gpu_flag = "" if len(hot_gpus) == len(self.gpus) else f" -i {','.join(str(gpu.index) for gpu in hot_gpus)}"
+            command = f"sudo nvidia-smi{gpu_flag} -pl {COOL_POWER_SHARE * min(limits_w):.0f}"
+            words += f"; until then, `{command}` there makes less heat (the limit is {min(limits_w):.0f} W)"
+        return words
 
     def _gpu_cells(self, ranks: Sequence[RankRow], odd: OddUnits) -> tuple[GpuCell, ...]:
         rank_rows = {rank.rank: rank for rank in ranks}

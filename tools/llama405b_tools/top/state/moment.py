@@ -32,6 +32,8 @@ from llama405b_tools.top.state.verdicts import (
     PhaseDuration,
     RunHistory,
     StepTimes,
+    disk_usage_command,
+    full_disks,
     n_recent,
     slow_note,
 )
@@ -501,7 +503,7 @@ def run_notes(snapshot: ClusterSnapshot) -> Sequence[Note]:
     if phase not in STEPPING_PHASES:
         return notes
     if snapshot.save_failure:  # first, as it loses work; all else only costs time
-        notes.append(Note(UNSAVED_KEY, f"not saved: {snapshot.save_failure}", ("checkpoint_step",)))
+        notes.append(_unsaved_note(snapshot))
     if unsent := clean(next((run.unsent for run in snapshot.last_reports.values() if run.unsent), "")):
         notes.append(Note("unsent", f"after save failed: {unsent}", ("checkpoint_step",)))
     notes += stall_notes(snapshot)
@@ -517,6 +519,15 @@ def run_notes(snapshot: ClusterSnapshot) -> Sequence[Note]:
     return notes
 
 
+def _unsaved_note(snapshot: ClusterSnapshot) -> Note:
+    remedy = "make room where the checkpoints go: the next save tries again, and until then the steps are at risk"
+    for host in snapshot.run_hosts:
+        if disks := full_disks(host.frame):
+            remedy += f"; {disk_usage_command(disks[0][0], host.name)}"
+            break
+    return Note(UNSAVED_KEY, f"not saved: {snapshot.save_failure}", ("checkpoint_step",), remedy)
+
+
 def stall_notes(snapshot: ClusterSnapshot) -> Iterator[Note]:
     """Yield a note if no rank has moved for twice the usual step time, which may become a hang."""
     step_s = snapshot.paces.usual_s
@@ -525,7 +536,8 @@ def stall_notes(snapshot: ClusterSnapshot) -> Iterator[Note]:
         return
     age_s = min((age_s for _, age_s in beats), default=0.0)
     if age_s >= Pace(step_s).steps.stall_s:
-        yield Note("stall", f"this step has run for {age_s:.0f} s, usually {step_s:.1f} s", ("step",))
+        remedy = "wait: it is a hang if it lasts; 3 shows the ranks, and which one is behind"
+        yield Note("stall", f"this step has run for {age_s:.0f} s, usually {step_s:.1f} s", ("step",), remedy)
 
 
 def extend_history(snapshot: ClusterSnapshot) -> None:
@@ -554,21 +566,23 @@ def _long_phase_notes(snapshot: ClusterSnapshot) -> Iterator[Note]:
     ):
         return
     if snapshot.phase_duration.usual_s is not None or snapshot.idle_s >= snapshot.hang_after_s:
-        yield Note(f"long {snapshot.phase_duration.phase}", snapshot.phase_duration.words, ("phase",))
+        remedy = "wait, or look at the disks: what it reads or writes is slow; 5 shows the log"
+        yield Note(f"long {snapshot.phase_duration.phase}", snapshot.phase_duration.words, ("phase",), remedy)
 
 
 def _fall_notes(snapshot: ClusterSnapshot) -> Iterator[Note]:
     """Yield notes if all GPUs draw less power, or all links carry less, than before."""
+    wait = "wait for a step: if none comes, a rank waits for something; {}"
     if power := snapshot.history.power_w.fall(snapshot.interval_s):
         n_gpus = sum(len(host.gpus) for host in snapshot.run_hosts)
         words = f"the power of all {n_gpus} GPUs fell from {_format_fall(power, n_gpus / 1e3, '.1f')} kW"
-        yield Note("power fell", words, ("power_w",))
+        yield Note("power fell", words, ("power_w",), wait.format("3 shows which is behind"))
     if flow := snapshot.history.ib_bytes_per_s.fall(snapshot.interval_s):
         gbit = 8e-9 * len(snapshot.run_hosts)
         words = (
             f"the RDMA traffic of all {len(snapshot.run_hosts)} hosts fell from {_format_fall(flow, gbit, ',.0f')} Gb/s"
         )
-        yield Note("rdma fell", words, ("ib_bytes_per_s",))
+        yield Note("rdma fell", words, ("ib_bytes_per_s",), wait.format("4 shows the network"))
 
 
 def _format_fall(fall: Fall, factor: float, form: str) -> str:

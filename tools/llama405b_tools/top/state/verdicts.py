@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import operator
+import shlex
 import statistics
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from llama405b.contract.checkpoints import is_nearly_full
 from llama405b.contract.errors import and_more, fmt_if, pluralize
 from llama405b.contract.records import PROCESS_STATE_NOTES, Phase, describe_rank_exit, rank_label
 from llama405b_tools.agent.messages import RankHeartbeat, StepMetrics
-from llama405b_tools.parsers import GpuReport
+from llama405b_tools.parsers import THERMAL_REASONS, GpuReport
 from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.text.figures import format_duration
 from llama405b_tools.text.words import clean, fold_ranks
@@ -39,7 +40,7 @@ IB_ERRORS = {
     "packet_seq_err": "sequence errors",
 }
 BEHIND_KEY = "behind"  # the key of the note on the rank that computes longest
-DISK_FIELD, TEMPERATURE_FIELD = "disk_free_bytes", "temperature_c"  # the same, of a full disk; and of a hot GPU's cell
+TEMPERATURE_FIELD = "temperature_c"  # of a hot GPU's cell
 NO_HEARTBEAT = "no heartbeat"  # how the key of the note on ranks without one begins
 STEP_AND_AGE = ("step", "step_age_s")  # fields of a host's row
 BeatId = tuple[str, int, float]  # identifies a silent rank's last heartbeat: host, rank, time
@@ -51,6 +52,8 @@ class Note(NamedTuple):
     key: str  # words without the numbers that change
     words: str
     fields: tuple[str, ...] = ()  # fields of the drawn row or cell that show it
+    # what to do; "": nothing in particular; with ``{host}``, and ``{doctor}``, ``{plan}``, ``{status}`` and ``{stop}`` for these commands
+    remedy: str = ""
 
 
 HALTED_NOTES = {
@@ -128,6 +131,11 @@ def _gpu_notes(gpu: GpuReport, usual: MedianReadings) -> Iterator[Note]:
         yield Note("heat", f"{temperature_c} °C", (TEMPERATURE_FIELD,))
 
 
+def is_heat(gpu: GpuReport, note: Note) -> bool:
+    """Return whether a note on a GPU is about heat."""
+    return TEMPERATURE_FIELD in note.fields or bool({*gpu.slowdowns} & {*THERMAL_REASONS})
+
+
 def _low_reading_notes(gpu: GpuReport, usual: MedianReadings) -> Iterator[Note]:
     """Yield notes if power or clock are below the median of busy GPUs."""
     share = _power_share(gpu)
@@ -173,7 +181,8 @@ def find_slowest_rank(busy: Sequence[tuple[float, str, int]], step_s: float) -> 
     behind_s = busy_s - median
     if behind_s > max(thresholds.BEHIND_S, thresholds.BEHIND * step_s):
         words = f"it is {behind_s:.2f} s behind in every step: it costs {100 * behind_s / step_s:.0f}%"
-        yield host, rank, Note(BEHIND_KEY, words, ("busy_s",))
+        remedy = "look at the GPU of that rank (3, Enter): a slow one costs every step; replace its host if it stays so"
+        yield host, rank, Note(BEHIND_KEY, words, ("busy_s",), remedy)
 
 
 def _power_share(gpu: GpuReport) -> float | None:
@@ -216,7 +225,14 @@ def full_disks(frame: HostFrame) -> list[tuple[str, int]]:
 def _disk_notes(frame: HostFrame) -> Iterator[Note]:
     for path, free in full_disks(frame):
         words = f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}"
-        yield Note(f"disk {path}", words, (DISK_FIELD,))
+        remedy = f"{disk_usage_command(path)}; delete what is not needed, such as checkpoints of earlier runs"
+        yield Note(f"disk {path}", words, ("disk_free_bytes",), remedy)
+
+
+def disk_usage_command(path: str, host: str = "{host}") -> str:
+    """Return a remedy's sentence with the command that shows what fills a host's disk."""
+    quoted = shlex.quote(path).replace("{", "{{").replace("}", "}}")  # as it is part of a remedy
+    return f"`du -xhd2 {quoted} | sort -h | tail` on {host} shows what fills it"
 
 
 def _port_notes(frame: HostFrame, earlier_frame: HostFrame, best_rates: Mapping[str, float]) -> Iterator[Note]:
@@ -367,7 +383,8 @@ def slow_note(current: Pace | None) -> Iterator[Note]:
         reference = "planned" if current.is_planned else "usual"
         factor = current.recent_s / current.expected_s
         words = f"a step takes {current.recent_s:.2f} s, {factor:.2g} times the {reference} {current.expected_s:.2f} s"
-        yield Note("step_s", words, ("step_s",))
+        remedy = "2, 3 and 4 show GPUs, ranks and network: one that is slower delays all; a step's parts tell what takes longer"
+        yield Note("step_s", words, ("step_s",), remedy)
 
 
 class Fall(NamedTuple):
@@ -533,6 +550,9 @@ def mean_step_seconds(metrics: Sequence[StepMetrics], saved: int, step: int) -> 
     return statistics.mean(step_times) * max(0, step - saved) if step_times else 0.0
 
 
+LOSS_REMEDY = "if it does not come down again, stop, and resume from a checkpoint before it with a lower learning rate"
+
+
 def step_notes(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
     """Yield notes on the last steps, except on their duration."""
     last = metrics[-1]
@@ -540,13 +560,17 @@ def step_notes(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
         return
     recent = [step for step in metrics[-thresholds.RECENT_STEPS :] if step.step_s is not None]
     if bad_steps := [step.step for step in recent if step.loss is None]:
-        yield Note("loss", f"the loss of step {bad_steps[0]}{and_more(bad_steps)} was not a finite number", ("loss",))
+        words = f"the loss of step {bad_steps[0]}{and_more(bad_steps)} was not a finite number"
+        yield Note("loss", words, ("loss",), LOSS_REMEDY)
     else:
         yield from _high_loss_notes([step.loss for step in metrics if step.step_s is not None])
     if retries := _count_retries(metrics):
         shown = pluralize(retries, "allocator retry", "allocator retries")
         consequence = "GPU memory is short, and each makes a step slower; `llama405b plan` says what helps"
-        yield Note("retries", f"{shown} in the last {thresholds.RECENT_STEPS} steps: {consequence}", ("step_s",))
+        remedy = "a smaller batch or sequence, or more offload, makes room: `{plan}` says what fits"
+        yield Note(
+            "retries", f"{shown} in the last {thresholds.RECENT_STEPS} steps: {consequence}", ("step_s",), remedy
+        )
 
 
 def _high_loss_notes(losses: Sequence[float | None]) -> Iterator[Note]:
@@ -554,7 +578,7 @@ def _high_loss_notes(losses: Sequence[float | None]) -> Iterator[Note]:
     for times, n in thresholds.HIGH_LOSS:
         if usual := _exceeded_median(losses, times, n):
             words = f"the loss is {losses[-1]:.4g}, for {n} steps above {times:g} times its median of {usual:.4g}"
-            yield Note("loss", words, ("loss",))
+            yield Note("loss", words, ("loss",), LOSS_REMEDY)
             return
 
 
@@ -609,4 +633,5 @@ def missing_metrics_notes(
             "metrics",
             f"no metrics{fmt_if(' since step {}', step)}, although its ranks are at step {ranks_step}",
             ("step",),
+            "the log of rank 0 (5) may say why it writes no metrics",
         )
