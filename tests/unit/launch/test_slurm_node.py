@@ -1,5 +1,7 @@
 """How the first node of a Slurm job builds the plan from what all nodes report."""
 
+import dataclasses
+
 import pytest
 
 from llama405b.contract.errors import UserError
@@ -8,10 +10,10 @@ from llama405b.contract.paths import RunDir
 from llama405b.spec.plan import read_plan
 from llama405b_tools.agent.machine import DirectoryCheck, check_writable_directory
 from llama405b_tools.launch import slurm
-from llama405b_tools.launch.placement import RunSpec
+from llama405b_tools.launch.placement import HostSpec, RunSpec
 from llama405b_tools.launch.request import parse_launch
 from llama405b_tools.launch.slurm import JobRequest, NodeReport
-from llama405b_tools.parsers import Address
+from llama405b_tools.parsers import Address, Rdma
 
 THIS = "job 7"
 TERMS = RunSpec("r", ("-m", "mine"), {}, ())
@@ -28,15 +30,16 @@ def run(tmp_path, monkeypatch):
 def meet(run, **nodes):
     """All nodes say where they are; the first makes the plan."""
     for name, where in nodes.items():
-        write_json(run.where(name), where)
+        spec = where.spec and dataclasses.replace(where.spec, name=name)
+        write_json(run.where(name), dataclasses.replace(where, spec=spec))
     slurm._make_plan(run, JobRequest(TERMS, ("-m", "mine", "again"), 240.0), list(nodes), THIS)
     return read_plan(run)
 
 
 def where(mine, *, head="10.0.0.1", **more):
-    return NodeReport(
-        THIS, head=head, mine=mine, own=(Address("eth0", mine, ""),), machine=mine, gpus=2, cores=8, **more
-    )
+    paths = {key: place.path for key, place in more.get("places", {}).items()}
+    spec = HostSpec("", 0, mine, 2, 8, Rdma(), "/w", "/py", mine, "eth0", paths)
+    return NodeReport(THIS, spec=spec, head=head, own=(Address("eth0", mine, ""),), **more)
 
 
 def test_the_nodes_meet_where_the_others_see_the_first_one(run):
@@ -68,7 +71,7 @@ def test_a_place_that_cannot_be_written_is_refused(run):
 def test_a_place_whose_variable_is_not_set_is_refused(run, monkeypatch, path, there):
     monkeypatch.delenv("NOPE", raising=False)
     monkeypatch.setenv("EMPTY", "")
-    found = slurm._node_report("localhost", THIS, {"scratch": path})
+    found = slurm._node_report("a", "localhost", THIS, {"scratch": path})
     with pytest.raises(SystemExit) as refused:
         meet(run, a=found)
     assert str(refused.value).startswith(f"a: --scratch: {there!r} is not a full path on that node;")
@@ -100,9 +103,9 @@ def test_a_job_from_a_directory_that_cannot_be_written_is_refused(tmp_path, monk
 
 
 def test_nodes_that_differ_or_do_not_come_make_no_plan(run):
-    for what in ("torch", "code"):
+    for what in ("torch", "llama405b"):
         with pytest.raises(SystemExit, match="the nodes differ"):
-            meet(run, a=where("10.0.0.1", **{what: "2.13.0"}), b=where("10.0.0.2", **{what: "2.12.0"}))
+            meet(run, a=where("10.0.0.1", versions={what: "2.13.0"}), b=where("10.0.0.2", versions={what: "2.12.0"}))
     with pytest.raises(SystemExit, match="not all nodes appeared"):
         meet(run, a=where("10.0.0.1"), b=NodeReport("job 6"))
     assert not read_plan(run).nodes

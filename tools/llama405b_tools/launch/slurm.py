@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,7 +48,7 @@ from llama405b_tools.launch.findings import unwritable
 from llama405b_tools.launch.placement import HostSpec, LaunchSpec, RunSpec, build_plan
 from llama405b_tools.launch.preflight import name_remedy
 from llama405b_tools.launch.request import LaunchRequest
-from llama405b_tools.parsers import Address, Rdma
+from llama405b_tools.parsers import Address
 from llama405b_tools.run import backends
 from llama405b_tools.run.backends import POLL_S, JobRecord, job_of, job_words
 from llama405b_tools.text.figures import format_duration
@@ -231,15 +231,10 @@ class NodeReport:
 
     job: str  # and how often it was requeued
     ready: bool = False
+    spec: HostSpec | None = None  # its address is that on the route to the head
     head: str = ""  # the head's address as seen from here
-    mine: str = ""  # its own address on the route there
     own: tuple[Address, ...] = ()
-    machine: str = ""
-    gpus: int = 0
-    cores: int = 1
-    torch: str = ""
-    code: str = ""
-    rdma: Rdma = Rdma()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     places: Mapping[str, DirectoryCheck] = dataclasses.field(default_factory=dict)  # cache and scratch
 
 
@@ -268,7 +263,7 @@ def main() -> int:
     start_id = f"job {job}{fmt_if(', requeued {} x', restarts)}"
     if restarts:  # a stop of the job before is not one of this job
         run.stop(name).unlink(missing_ok=True)
-    write_json(run.where(name), _node_report(names[0], start_id, request.places))
+    write_json(run.where(name), _node_report(name, names[0], start_id, request.places))
     if name == names[0]:
         _make_plan(run, request, names, start_id)
     _wait_for(lambda: _current_plan(run, start_id), f"{names[0]} made no plan")
@@ -300,7 +295,7 @@ def _requeue_if_preempted(job: str) -> None:
         print(f"Slurm does not requeue it ({why}); to continue, repeat the launch with --resume auto", flush=True)
 
 
-def _node_report(head: str, start_id: str, places: Mapping[str, str]) -> NodeReport:
+def _node_report(name: str, head: str, start_id: str, places: Mapping[str, str]) -> NodeReport:
     """Return this node's resources, the head's address as seen from here, and its own address on the route there."""
     try:
         target = socket.gethostbyname(head)
@@ -310,19 +305,27 @@ def _node_report(head: str, start_id: str, places: Mapping[str, str]) -> NodeRep
     except OSError:
         target = own_address = ""
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    return NodeReport(
-        job=start_id,
-        head=target,
-        mine=own_address,
-        own=machine.list_addresses(),
+    checks = {key: machine.check_writable_directory(os.path.expandvars(path)) for key, path in places.items()}
+    own = machine.list_addresses()
+    spec = HostSpec(
+        name=name,
+        slots=0,
         machine=socket.gethostname(),
         gpus=len(visible) or len(machine.list_working_gpus()[0]),
         cores=len(os.sched_getaffinity(0)),
-        torch=machine.package_version("torch"),
-        code=code_version(),
         rdma=machine.rdma_ports(),
-        places={key: machine.check_writable_directory(os.path.expandvars(path)) for key, path in places.items()},
+        workdir=str(Path.cwd()),
+        python=sys.executable,
+        address=own_address,
+        interface=_interface_of(own_address, own),
+        places={key: place.path for key, place in checks.items()},
     )
+    versions = {"torch": machine.package_version("torch"), "llama405b": code_version()}
+    return NodeReport(start_id, spec=spec, head=target, own=own, versions=versions, places=checks)
+
+
+def _interface_of(address: str, own: Sequence[Address]) -> str:
+    return next((entry.interface for entry in own if entry.address == address), "lo")
 
 
 def restart_count() -> int:
@@ -333,16 +336,15 @@ def restart_count() -> int:
 def _make_plan(run: RunDir, request: JobRequest, names: list[str], start_id: str) -> None:
     """Build the plan, on the first node, from all reports; ``start_id``: the job, and how often it was requeued."""
     reports = _wait_for(lambda: _read_all_reports(run, names, start_id), "not all nodes appeared")
-    if clauses := list_disagreements(
-        {name: {"torch": report.torch, "llama405b": report.code} for name, report in reports.items()}
-    ):
+    if clauses := list_disagreements({name: report.versions for name, report in reports.items()}):
         raise SystemExit(f"the nodes differ: {'; '.join(clauses)}; install the same versions")
     _check_places(reports)
     own_addresses = [entry.address for entry in reports[names[0]].own]
     head_addresses = [reports[name].head for name in names[1:] if reports[name].head]
     head = [*head_addresses, *own_addresses, "127.0.0.1"][0]
-    addresses = {name: report.mine for name, report in reports.items()} | {names[0]: head}
-    host_specs = [_host_spec(name, report, addresses[name]) for name, report in reports.items()]
+    specs = {name: report.spec for name, report in reports.items() if report.spec}
+    interface = _interface_of(head, reports[names[0]].own)
+    specs[names[0]] = dataclasses.replace(specs[names[0]], address=head, interface=interface)
     spec = request.spec
     if restart_count():
         spec = dataclasses.replace(spec, program=request.program_again)
@@ -355,7 +357,7 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], start_id: str
         grace_s=request.grace_s,
         slurm_job=os.environ["SLURM_JOB_ID"],
     )
-    write_json(run.plan, build_plan(spec, host_specs, launching))
+    write_json(run.plan, build_plan(spec, [*specs.values()], launching))
 
 
 def _check_places(reports: Mapping[str, NodeReport]) -> None:
@@ -370,23 +372,6 @@ def _check_places(reports: Mapping[str, NodeReport]) -> None:
                 raise SystemExit(f"{name}: --{key}: {why}")
             for finding in unwritable(place, "name another directory", f"--{key}"):
                 raise SystemExit(f"{name}: {finding}")
-
-
-def _host_spec(name: str, report: NodeReport, address: str) -> HostSpec:
-    """Return what a plan needs to know about a node; ``address``: its address on the training network."""
-    return HostSpec(
-        name=name,
-        slots=0,
-        machine=report.machine,
-        gpus=report.gpus,
-        cores=report.cores,
-        rdma=report.rdma,
-        workdir=str(Path.cwd()),
-        python=sys.executable,
-        address=address,
-        interface=next((entry.interface for entry in report.own if entry.address == address), "lo"),
-        places={key: place.path for key, place in report.places.items()},
-    )
 
 
 def _free_port() -> int:
@@ -409,9 +394,7 @@ def _current_plan(run: RunDir, start_id: str) -> Plan | None:
 def _read_all_reports(run: RunDir, names: list[str], start_id: str) -> dict[str, NodeReport] | None:
     """Return every node's report; None until all have written one."""
     reports = {name: _read_report(run, name) for name in names}
-    if all(report.job == start_id for report in reports.values()):
-        return reports
-    return None
+    return reports if all(report.job == start_id and report.spec for report in reports.values()) else None
 
 
 def _read_report(run: RunDir, name: str) -> NodeReport:
