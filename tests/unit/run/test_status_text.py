@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import pytest
 from fakes import FakeHost, over, running_fleet
 from run_rig import plan
 
+from llama405b.contract.accounting import Attempt, CountedStep, account_time
 from llama405b.contract.records import Cause, CauseKind, EvaluationMetrics, Phase
 from llama405b_tools.agent.messages import RankHeartbeat, StopReply
 from llama405b_tools.run.query import ask_hosts
@@ -21,6 +23,19 @@ def test_a_failure_says_its_gpu_and_whose_log_to_read(monkeypatch, tmp_path, cap
     assert print_run(seen, None, as_json=False) == 1
     said = f"b: exited 1: rank 1 (GPU 4) was killed by SIGKILL; `{seen.command('logs')} --rank 1` shows its log\n"
     assert capsys.readouterr().out.endswith(said)
+
+
+@pytest.mark.parametrize(("gpu", "unit"), [("3", "GPU-h"), ("", "rank-h")])
+def test_hours_are_those_of_gpus_where_there_are_any(monkeypatch, tmp_path, capsys, gpu, unit):
+    monkeypatch.chdir(tmp_path)
+    account = account_time(0.0, [Attempt(1)], [CountedStep(1, 7200.0, 7200.0)], 8, 7200.0)
+    with running_fleet(("a",), plan("-m", "mine", attempt=1, created=1.0)) as fleet:
+        seen = ask_hosts(fleet, "r")
+    beat = RankHeartbeat(0, "a", 5, 0.0, 0, Phase.TRAIN, 0.0, gpu=gpu)
+    [reply] = seen.host_runs.values()
+    seen = dataclasses.replace(seen, replies={"a": dataclasses.replace(reply, heartbeats=(beat,))})
+    print_run(seen, account, as_json=False)
+    assert f": 16.0 {unit} trained" in capsys.readouterr().out
 
 
 def test_an_evaluation_without_a_step_is_no_training(capsys):

@@ -12,7 +12,7 @@ from llama405b_tools.agent.reports import CurvePoint, ReportReply
 from llama405b_tools.parsers import bf16_flops
 from llama405b_tools.run.judge import Failure, failure_words, log_words
 from llama405b_tools.run.query import incident_words
-from llama405b_tools.text.figures import format_duration
+from llama405b_tools.text.figures import format_duration, hour_unit
 from llama405b_tools.text.words import clean
 
 LAST_STEPS = 10  # steps averaged for the latest value of a curve
@@ -55,7 +55,7 @@ class Summary:
     @property
     def hour_unit(self) -> str:
         """The unit of cost: GPU-h, or rank-h without GPUs."""
-        return "GPU-h" if self.reply.gpu else "rank-h"
+        return hour_unit(bool(self.reply.gpu))
 
     @property
     def end_time(self) -> float | None:

@@ -66,6 +66,11 @@ def format_stopwatch(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
+def hour_unit(has_gpus: bool) -> str:
+    """Return the unit of an hour of one rank."""
+    return "GPU-h" if has_gpus else "rank-h"
+
+
 def format_duration(seconds: float | None) -> str:
     """Format a duration: ``0.8s``, ``12s``, ``3m``, ``5h02m``, ``1d7h``."""
     if seconds is None:

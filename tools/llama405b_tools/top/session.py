@@ -30,6 +30,7 @@ from llama405b_tools.hosts.fleet import Fleet, state_directory
 from llama405b_tools.run import query
 from llama405b_tools.run.log_reader import NOT_ENDED, LogReader, make_entry
 from llama405b_tools.run.query import account_of_head, incident_line
+from llama405b_tools.text.figures import hour_unit
 from llama405b_tools.text.words import (
     BAR_MARK,
     UNENDED_MARK,
@@ -413,7 +414,7 @@ class Session:
         finished = {incident.began: incident for incident in account.incidents if incident.resumed is not None}
         noted, self.incidents = self.incidents, (run, frozenset(finished))
         if noted[0] == run:  # else they all ended before this run was shown
-            unit = "GPU-h" if any(host.gpus for host in self.cluster.hosts.values()) else "rank-h"
+            unit = hour_unit(any(host.gpus for host in self.cluster.hosts.values()))
             for began in sorted(finished.keys() - noted[1]):
                 xids = self.cluster.xids_between(began, finished[began].failed)
                 self.cluster.note(f"incident: {incident_line(account, finished[began], unit, xids)}", now)

@@ -27,7 +27,7 @@ from llama405b_tools.run.query import (
     incident_line,
     run_progress,
 )
-from llama405b_tools.text.figures import fmt_or_dash, format_columns
+from llama405b_tools.text.figures import fmt_or_dash, format_columns, hour_unit
 from llama405b_tools.text.words import fold_numbers
 from llama405b_tools.verbs.arguments import verb_parser
 
@@ -72,9 +72,10 @@ def print_run(handle: RunHandle, account: Account | None, *, as_json: bool) -> i
     if guard:
         print(guard_line(guard))
     if account:
-        print(account_line(account, "rank-h"))
+        unit = hour_unit(any(beat.gpu for host_run in runs for beat in host_run.heartbeats))
+        print(account_line(account, unit))
         for incident in account.incidents:
-            print(f"  {incident_line(account, incident, 'rank-h')}")
+            print(f"  {incident_line(account, incident, unit)}")
     print_progress(runs)
     print_copies(host_runs)
     if failures:

@@ -19,6 +19,7 @@ from llama405b_tools.text.figures import (
     format_clock,
     format_duration,
     format_stopwatch,
+    hour_unit,
 )
 from llama405b_tools.text.words import mask_controls
 from llama405b_tools.top.draw import hosts
@@ -192,8 +193,7 @@ def _risk_text(run: TrainingStatus, pic: ClusterView, *, short: bool) -> str:
     if short:
         return f"{steps} {outcome}"
     if run.lost_rank_hours is not None:
-        unit = "GPU-h" if pic.gpus_expected else "rank-h"
-        steps += f", {run.lost_rank_hours:.1f} {unit}"
+        steps += f", {run.lost_rank_hours:.1f} {hour_unit(pic.gpus_expected > 0)}"
     checkpoint = "none" if run.checkpoint_step is None else run.checkpoint_step
     copied_text = "" if run.copied_step is None else f", copied {run.copied_step or 'none'}"
     return f"ckpt {checkpoint}{copied_text}: {steps} {outcome}"
