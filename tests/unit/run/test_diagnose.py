@@ -53,7 +53,7 @@ def cluster(odd=None, n_hosts=4, step_s=2.0, lost=(), **more):
     hosts = {}
     for h in range(n_hosts):
         ranks = tuple(rank(n, **{**more, **(odd or {}).get(n, {})}) for n in (2 * h, 2 * h + 1))
-        progress = RunProgress(70, 60.0, step_s, 10.0) if h == 0 else RunProgress()
+        progress = RunProgress(step_s, 10.0) if h == 0 else RunProgress()
         hosts[f"gpu-{h}"] = HostEvidence(
             f"gpu-{h}",
             NOW,
@@ -206,6 +206,24 @@ def test_only_a_disk_that_is_known_to_be_full_is_full(free_bytes, n_more):
     around = HostConditions(disks=(DiskEvidence("/data", answers=True, free_bytes=free_bytes),))
     hosts["gpu-2"] = dataclasses.replace(hosts["gpu-2"], around=around)
     assert len(of(hosts).culprit.evidence) == len(of(cluster(odd)).culprit.evidence) + n_more
+
+
+@pytest.mark.parametrize(
+    ("around", "words"),
+    [
+        (HostConditions(load=300.0, cores=128), "gpu-2: 300 processes want its 128 cores"),
+        (HostConditions(load=200.0, cores=128, swap_used_bytes=1 << 29), None),
+        (
+            HostConditions(swap_used_bytes=9_000_000_000, available_bytes=256_000_000),
+            "gpu-2: 9.0GB are swapped out, 256.0MB of memory are available",
+        ),
+    ],
+)
+def test_a_host_without_memory_or_cores_says_so_under_its_culprit(around, words):
+    hosts = cluster({5: {"frames": READS, "state": "D"}})
+    hosts["gpu-2"] = dataclasses.replace(hosts["gpu-2"], around=around)
+    notes = [line for line in of(hosts).culprit.evidence if line.startswith("gpu-2: ")]
+    assert notes == ([words] if words else [])
 
 
 def test_of_a_run_that_moves_it_is_said_that_its_checkpoint_is_late():

@@ -102,8 +102,6 @@ class DiskEvidence:
 class RunProgress:
     """How far the run is, as its head knows; None: unknown."""
 
-    last_step: int | None = None  # of this attempt
-    last_step_age_s: float | None = None
     usual_step_s: float | None = None  # in the median of this attempt's last steps
     usual_save_s: float | None = None
     unsaved: str = ""  # why the newest save failed, or that it is late
@@ -536,7 +534,7 @@ def _read_conditions(run: RunDir, plan: Plan, node: Node, pool: concurrent.futur
 
 
 def _read_progress(run: RunDir, plan: Plan) -> RunProgress:
-    """Return the last step of this attempt and how long steps and saves usually take."""
+    """Return how long this attempt's steps and saves usually take, and whether a save failed or is late."""
     lines = read_records(METRICS_LINE, run.metrics, UNLIMITED, LAST_STEPS * 1024)
     steps = [line for line in lines if isinstance(line, Metrics) and line.attempt == plan.attempt]
     saves = read_save_state(run, plan.attempt, read_record(Heartbeat, run.heartbeat(0)))
@@ -544,8 +542,7 @@ def _read_progress(run: RunDir, plan: Plan) -> RunProgress:
         return RunProgress(usual_save_s=saves.usual_s or None, load_s=plan.load_s)
     intervals_s = [later.time - earlier.time for earlier, later in itertools.pairwise(steps)]
     usual_step_s = statistics.median([steps[-1].step_s, *intervals_s])
-    age_s = time.time() - steps[-1].time
-    return RunProgress(steps[-1].step, age_s, usual_step_s, saves.usual_s or None, saves.failure, plan.load_s)
+    return RunProgress(usual_step_s, saves.usual_s or None, saves.failure, plan.load_s)
 
 
 def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ...]]:

@@ -21,7 +21,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import PROCESS_STATE_NOTES, Cause, CauseKind, Phase, describe_rank_exit
 from llama405b.spec.plan import Plan
 from llama405b_tools.agent import evidence
-from llama405b_tools.agent.evidence import HostEvidence, RankEvidence, RunProgress
+from llama405b_tools.agent.evidence import HostConditions, HostEvidence, RankEvidence, RunProgress
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import failure_texts, replies
 from llama405b_tools.parsers import StackFrame, Thread, load_per_core
@@ -187,6 +187,7 @@ def _own_frame(frames: tuple[StackFrame, ...]) -> StackFrame | None:
 MIN_MOVED_BYTES, BUSY = 64 << 10, 0.5  # in the window; of a core
 STARVED, RUNNING = 0.5, 0.1  # of the window: that it waited for a core, and had one
 FAULTS_PER_S = 200.0  # page faults that wait for a disk
+MIN_SWAPPED_BYTES, MIN_LOAD_PER_CORE = 1 << 30, 2.0  # of a host, from which on they are worth telling
 MAX_CODE = 100  # characters of a line of a stack
 SILENT_END = Cause(CauseKind.UNKNOWN)
 READING_CODE = (
@@ -551,20 +552,25 @@ def _with_culprit(
     verdict: DiagnosisKind, culprit: Culprit, hosts: Mapping[str, HostEvidence], groups: tuple[RankGroup, ...]
 ) -> Diagnosis:
     """Return the diagnosis, with further evidence from the culprit's hosts."""
-    host_notes = []
-    for name in culprit.hosts:
-        if host := hosts.get(name):
-            host_notes += [
-                f"{name}: the disk at {disk.path} does not answer" for disk in host.around.disks if not disk.answers
-            ]
-            host_notes += [
-                f"{name}: the disk at {disk.path} is full"
-                for disk in host.around.disks
-                if disk.answers and disk.free_bytes == 0
-            ]
-            host_notes += [f"{name}, kernel, {line}" for line in (host.around.kernel or ())[-4:]]
+    host_notes = [
+        f"{name}{note}" for name in culprit.hosts if name in hosts for note in _condition_notes(hosts[name].around)
+    ]
     full_culprit = dataclasses.replace(culprit, evidence=(*culprit.evidence, *host_notes))
     return Diagnosis(verdict, f"{fold_names(culprit.hosts)}: {culprit.words}", groups, full_culprit)
+
+
+def _condition_notes(around: HostConditions) -> Iterator[str]:
+    """Yield what may hold up any process of a host, each after its name."""
+    for disk in around.disks:
+        if not disk.answers:
+            yield f": the disk at {disk.path} does not answer"
+        elif disk.free_bytes == 0:
+            yield f": the disk at {disk.path} is full"
+    if around.swap_used_bytes >= MIN_SWAPPED_BYTES:
+        yield f": {_bytes(around.swap_used_bytes)} are swapped out, {_bytes(around.available_bytes)} of memory are available"
+    if around.cores and around.load > MIN_LOAD_PER_CORE * around.cores:
+        yield f": {around.load:.0f} processes want its {around.cores} cores"
+    yield from (f", kernel, {line}" for line in (around.kernel or ())[-4:])
 
 
 def _bytes(n: int) -> str:
