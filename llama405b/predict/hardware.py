@@ -171,17 +171,15 @@ class ModelShape:
     gated: bool  # three matrices in the MLP, else two
     vocab: int
     parameters: int  # all, a tied head once
-    layer_parameters: int
     ends_with_norm: bool = False  # a layer, and so its last product is computed again, too
 
     @classmethod
     @functools.lru_cache(64)
     def from_llama(cls, llama: Llama) -> "ModelShape":
         """Return the shape of a Llama."""
-        layer = sum(math.prod(shape) for name, shape in llama.tensors().items() if ".layers.0." in name)
         width, kv_width = llama.heads * llama.head_dim, llama.kv_heads * llama.head_dim
         return cls(
-            llama.layers, llama.hidden, width, kv_width, llama.intermediate, True, llama.vocab, llama.parameters, layer,
+            llama.layers, llama.hidden, width, kv_width, llama.intermediate, True, llama.vocab, llama.parameters,
             llama.family.ends_with_norm,
         )  # fmt: skip
 

@@ -106,7 +106,7 @@ def shape_of(model):
         hidden, layers = MPT[model]
         layer = 12 * hidden * hidden + 2 * hidden  # no biases
         n = layers * layer + (MPT_VOCAB + MPT_POSITIONS + 1) * hidden
-        return ModelShape(layers, hidden, hidden, hidden, 4 * hidden, False, MPT_VOCAB, n, layer)
+        return ModelShape(layers, hidden, hidden, hidden, 4 * hidden, False, MPT_VOCAB, n)
     if model in LLAMA3:
         return ModelShape.from_llama(parse_llama(LLAMA3[model], model))
     known = OTHERS.get(model) or (*LLAMA2[model], 32_000, False)
