@@ -18,7 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
@@ -163,6 +168,11 @@ WRAPPER_PREFIXES = (
     "_checkpoint_wrapped_module.",
     "_fsdp_wrapped_module.",
 )  # in parameter names: of checkpoint_wrapper, and of FSDP1
+# FSDP opens one in each hook. With units within a layer, hooks before a recomputation's end differ from those of the forward.
+PROFILER_OPS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
 MATMUL_OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
 
 
@@ -187,6 +197,7 @@ def with_recompute(layer: nn.Module, kind: RecomputeKind) -> nn.Module:
 
 def _selective_contexts(n_products: int) -> Any:
     """Return torch's context managers for the forward of a layer and for its recomputation."""
+    SAC_IGNORED_OPS.update(PROFILER_OPS)
     return create_selective_checkpoint_contexts(_SavePolicy(n_products))
 
 

@@ -14,12 +14,23 @@ ALONE, TP, PP, CHUNKS = {}, {"tp": 2}, {"pp": 2}, {"pp": 2, "pp_schedule": "inte
 
 
 @pytest.mark.parametrize(
-    ("world", "settings", "kinds"),
-    [(3, ALONE, EVERYWHERE), (2, TP, SOME), (2, PP, SOME), (2, CHUNKS, SOME)],
-    ids=["three", "tp", "pp", "chunks"],
+    ("world", "settings", "kinds", "family"),
+    [
+        (3, ALONE, EVERYWHERE, "llama"),
+        (2, TP, SOME, "llama"),
+        (2, PP, SOME, "llama"),
+        (2, CHUNKS, SOME, "llama"),
+        (
+            2,
+            {"fsdp_unit": "sublayer"},
+            [("none", "device"), ("operators", "device"), ("operators:1", "device")],
+            "olmo2",
+        ),
+    ],
+    ids=["three", "tp", "pp", "chunks", "units that end before the layer"],
 )
-def test_all_kinds_train_to_the_same_bits(world, settings, kinds, tmp_path):
-    directory = mesh_rig.write_model(tmp_path / "model")
+def test_all_kinds_train_to_the_same_bits(world, settings, kinds, family, tmp_path):
+    directory = mesh_rig.write_model(tmp_path / "model", **({} if family == "llama" else {"family": family}))
     for found in run_ranks(world, _trained, directory, settings, kinds):
         assert len(found) == len(kinds)
         assert [kind for kind in found if found[kind] != found["none"]] == []
