@@ -155,6 +155,18 @@ def test_a_line_without_end_does_not_stop_the_metrics(runs, tmp_path, monkeypatc
     assert steps('{"step": 5}\n') == [5]
 
 
+def test_of_a_long_run_only_the_last_steps_are_read(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs("r", 1.0, alive=True)
+    lines = "".join(f'{{"step": {step}}}\n' for step in range(200_000))
+    (tmp_path / "runs/r/metrics.jsonl").write_text(lines)
+    run = watching.WatchedRun(WATCHED)
+    steps = [metrics.step for metrics in run.frame(False).metrics]
+    assert steps == list(range(steps[0], 200_000))
+    assert 10_000 < len(steps) < 20_000
+    assert run.metrics.n_skipped <= 1  # it was not even counted
+
+
 def test_why_the_newest_save_failed_and_how_long_they_take(tmp_path):
     run = RunDir(tmp_path / "runs/r")
 

@@ -381,15 +381,25 @@ def test_what_to_do_about_a_hot_gpu_is_to_cool_it():
     )
 
 
-def test_the_advice_is_about_the_first_reason_for_which_there_is_one():
+def test_the_advice_is_about_the_first_reason():
     snapshot = play(seconds=50)[0].snapshot
     slow, lost = VerdictReason("", "a step is slow", "ask `{doctor}`"), VerdictReason("x", "x: AUTH", "look at {host}")
-    for reasons, words in (([slow, lost], "ask `l doctor`"), ([VerdictReason("y", "y: odd"), lost, slow], "look at x")):
-        assert advice(snapshot, reasons, None, ClusterVerdict.DEGRADED, "l {}") == words
-    assert advice(snapshot, [VerdictReason("y", "y: odd")], None, ClusterVerdict.DEGRADED, "l {}").startswith(
-        "Enter shows"
+    for reasons, words in (([slow, lost], "ask `l doctor my{1}hosts`"), ([lost, slow], "look at x"), ([], "")):
+        assert advice(snapshot, reasons, None, ClusterVerdict.DEGRADED, "l {} my{1}hosts") == words
+    odd = [VerdictReason("y", "y: odd"), lost]
+    assert advice(snapshot, odd, None, ClusterVerdict.DEGRADED, "l {}").startswith(
+        "Enter shows the host with everything"
     )
-    assert advice(snapshot, [], None, ClusterVerdict.DEGRADED, "l {}") == ""
+
+
+def test_a_host_where_no_agent_runs_is_not_what_the_others_wait_for():
+    def blind(event):
+        if event["host"] == "gpu-4" and "frame" in event and event["t"] > T0 + 20:
+            event["frame"] |= {"run": None, "run_fault": "its python cannot be run"}
+        return event
+
+    pictures = [play(seconds=220, change=change)[1] for change in (None, blind)]
+    assert [(picture.verdict, picture.about) for picture in pictures] == [(ClusterVerdict.HUNG, "gpu-3")] * 2
 
 
 NODE = {"host": "h", "state": "exited", "attempt": 1, "pid": 1, "pid_start": 1, "exit_code": 1}

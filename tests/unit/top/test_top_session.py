@@ -133,7 +133,9 @@ def test_a_host_is_given_longer_each_time_until_it_is_heard():
         waits.append(quiet.gave_up_after_s)
     assert waits == [31, 61, 121, 241, 481, 601, 601]
     quiet.on_open(now)
-    quiet.on_frame(now)
+    quiet.on_frame(now, of_agent=False)  # the sampler, which starts at once
+    assert not quiet.gives_up(now + 600)
+    quiet.on_frame(now, of_agent=True)
     assert (quiet.gives_up(now + 30), quiet.gives_up(now + 31)) == (False, True)
 
 

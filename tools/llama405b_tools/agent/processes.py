@@ -291,13 +291,13 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def is_run_active(run: RunDir, host: str) -> bool:
-    """Return whether the run has not ended here.
+def is_run_active(run: RunDir, host: str, plan: Plan | None = None) -> bool:
+    """Return whether the run has not ended here; ``plan``: its plan, if that has been read.
 
     A node runner may live longer, to copy checkpoints to the next host.
     """
     has_runner = is_alive(run, host)
-    if not has_runner or not read_plan(run).replicates:
+    if not has_runner or not (plan or read_plan(run)).replicates:
         return has_runner
     status = read_record(NodeStatus, run.status(host))
     return status is None or status.state in (NodeState.STARTING, NodeState.RUNNING)

@@ -1,5 +1,6 @@
 """What cluster-top shows of a host, as it changes: the machine, as the sampler reads it, and the run that is followed."""
 
+import contextlib
 import dataclasses
 import glob
 import json
@@ -94,6 +95,9 @@ class WatchedRun:
         self.run, self.plan = run, plan
         self.node = plan.find_node(self.request.host)
         self.metrics = FileFollower(run.metrics, max_bytes=FIRST_METRICS_BYTES)
+        with contextlib.suppress(OSError):  # a long run's file is not read from its beginning
+            info = run.metrics.stat()
+            self.metrics.set_position(run.metrics, (info.st_ino, max(0, info.st_size - FIRST_METRICS_BYTES - 1)))
         self.is_plan_sent = False
         self.save_state = SaveState()
         self.logs: list[Path] = []
@@ -237,7 +241,7 @@ class WatchedRun:
         """Return whether the run is alive here; of a Slurm job, whose locks are held on its nodes, by its status alone."""
         if self.plan.slurm_job:
             return self.status is not None and self.status.state in (NodeState.STARTING, NodeState.RUNNING)
-        return is_run_active(self.run, self.request.host)
+        return is_run_active(self.run, self.request.host, self.plan)
 
     def _find_logs(self) -> None:
         """Find this attempt's log files, and the network that NCCL says it uses."""

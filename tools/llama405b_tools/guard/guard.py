@@ -298,9 +298,10 @@ class Guard:
         self.notified = set[Notice]()  # what lasts, and the user was told
         self.pace = Pace(load_s=request.settings.timeouts.load, min_hang_s=request.hang_after_s)
 
-    def main(self) -> int:
-        """Guard the run to its end, and keep its hosts informed; return the exit code."""
+    def main(self, on_watching: Callable[[], object] = lambda: None) -> int:
+        """Guard the run to its end, and keep its hosts informed; return the exit code. ``on_watching``: called once it does."""
         self.set_stage(GuardStage.WATCHING, "")
+        on_watching()
         threading.Thread(target=self.keep_beating, daemon=True).start()
         if self.request.shrink:
             threading.Thread(target=self.watch_for_returns, daemon=True).start()
@@ -553,7 +554,11 @@ def log(line: str) -> None:
 
 
 def main() -> int:
-    """Entry point of ``python -m llama405b_tools.guard.guard``; reads what to guard from standard input."""
+    """Entry point of ``python -m llama405b_tools.guard.guard FD``; reads what to guard from standard input.
+
+    Once it watches, it says so in a byte to the descriptor, and closes that.
+    """
+    ready = os.fdopen(int(sys.argv[1]), "wb", 0)
     set_private_umask()
     guard_input = reader.loads(GuardInput, sys.stdin.buffer.read(), "the guard's order")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what it starts must not read from there
@@ -568,9 +573,13 @@ def main() -> int:
             # at once: no `finally` of the interrupted code may run
             os._exit(EXIT_FAILED)
 
+        def announce() -> None:
+            with contextlib.suppress(OSError), ready:  # whoever started it may be gone
+                ready.write(b"+")
+
         signal.signal(signal.SIGTERM, on_dismissed)
         try:
-            return guard.main()
+            return guard.main(announce)
         except Exception as error:
             guard.set_stage(GuardStage.GAVE_UP, f"the guard itself failed: {type(error).__name__}: {error}")
             guard.update_hosts()

@@ -9,16 +9,17 @@ and ``known_hosts``.
 
 import contextlib
 import dataclasses
+import os
+import select
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.errors import EXIT_DETACHED, EXIT_FAILED, RunError, UserError, fmt_if, last_or, reason_of
-from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import GuardState
 from llama405b.contract.software import module_argv
 from llama405b.spec.plan import Plan
 from llama405b_tools.agent import processes
@@ -91,7 +92,9 @@ def check_guard_directory(run: str) -> None:
 
 
 def start_guard(guard_input: GuardInput) -> GuardProcess:
-    """Start the guard of a run that is up on this machine, and wait until it watches; its input, which has secrets, goes by a pipe.
+    """Start the guard of a run that is up on this machine, and wait until it watches, which it says by a pipe.
+
+    Its input, which has secrets, goes by another. Ctrl-C leaves the guard alone.
 
     Raises:
         RunError: It did not start, or its log cannot be written.
@@ -101,31 +104,44 @@ def start_guard(guard_input: GuardInput) -> GuardProcess:
         processes.dismiss_guard(run)  # the guard of an earlier launch of this name
         run.guard.unlink(missing_ok=True)
         run.path.mkdir(parents=True, exist_ok=True)
-        with run.guard_log.open("ab") as log:
+        ready_fd, guard_fd = os.pipe()
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, guard_fd)
+            log = opened.enter_context(run.guard_log.open("ab"))
             log_offset = log.tell()
             child = subprocess.Popen(
-                module_argv("llama405b_tools.guard.guard"),
+                [*module_argv("llama405b_tools.guard.guard"), str(guard_fd)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
+                pass_fds=[guard_fd],
                 start_new_session=True,
             )
-        assert child.stdin
-        with contextlib.closing(child.stdin):
-            child.stdin.write(reader.dumps(guard_input).encode())
     except OSError as error:
         raise RunError(f"{fmt_if('{}: ', error.filename)}{reason_of(error)}") from None
-    deadline = time.monotonic() + START_TIMEOUT_S
-    is_over = False
-    while not is_over:
-        is_over = child.poll() is not None or time.monotonic() > deadline
-        if (state := read_record(GuardState, run.guard)) and state.pid == child.pid:
-            return GuardProcess(run.name, child, run.guard_log, log_offset)
-        time.sleep(0.05)
+    threading.Thread(target=_feed, args=(child, reader.dumps(guard_input).encode())).start()
+    process = GuardProcess(run.name, child, run.guard_log, log_offset)
+    with contextlib.closing(os.fdopen(ready_fd, "rb", 0)) as ready:
+        try:
+            is_heard = bool(select.select([ready], [], [], START_TIMEOUT_S)[0])
+        except KeyboardInterrupt:
+            show(f"guard starting as pid {child.pid}; its log: {process.log}")
+            raise
+        if is_heard and ready.read(1):
+            return process
     child.kill()
+    child.wait()
     with run.guard_log.open(encoding="utf-8", errors="replace") as text:
         text.seek(log_offset)
-        raise RunError(f"it did not start ({last_or(text.read().splitlines())})")
+        silence = "" if is_heard else f"it said nothing within {START_TIMEOUT_S:.0f} s"
+        raise RunError(f"it did not start ({last_or(text.read().splitlines(), silence)})")
+
+
+def _feed(child: "subprocess.Popen[bytes]", data: bytes) -> None:
+    """Write a process's input, of any size; one that has ended takes none."""
+    assert child.stdin
+    with contextlib.suppress(OSError), contextlib.closing(child.stdin):
+        child.stdin.write(data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

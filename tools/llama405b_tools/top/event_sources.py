@@ -141,8 +141,11 @@ class _SilenceWatch:
     def on_open(self, now: float) -> None:
         self.since, self.gave_up_after_s = now, 0.0
 
-    def on_frame(self, now: float) -> None:
-        self.since, self.limit_s = now, self.min_limit_s
+    def on_frame(self, now: float, *, of_agent: bool) -> None:
+        """Note a frame; after one of an agent, the next silence may be as short as any."""
+        self.since = now
+        if of_agent:
+            self.limit_s = self.min_limit_s
 
     def gives_up(self, now: float) -> bool:
         """Return True once when the silence exceeds the limit, which then doubles."""
@@ -258,7 +261,9 @@ class LiveSource:
                     stream.close()
                     raise HostError(f"sends lines that are not frames, such as {last_line!r}") from None
                 continue
-            silence.on_frame(time.time())
+            if silence.gave_up_after_s:  # what a closed stream still had comes too late
+                continue
+            silence.on_frame(time.time(), of_agent=not run_fault)
             n_frames += 1
             if run_fault and isinstance(frame, dict):
                 frame["run_fault"] = run_fault

@@ -77,7 +77,7 @@ def advice(
     command_format: str,
 ) -> str:
     """Return advice on what to do; "" if there is none. ``command_format``: of a command, with ``{}`` for the verb."""
-    commands = {verb: command_format.format(verb) for verb in ("doctor", "plan", "stop", "status")}
+    commands = {verb: command_format.replace("{}", verb, 1) for verb in ("doctor", "plan", "stop", "status")}
     of_run = fmt_if(" --run {}", run.run if run else "")
     relaunch = f"launch it again with `--resume auto`{fmt_if(', from step {:,}', run.checkpoint_step if run else None)}"
     check_first = (
@@ -99,7 +99,7 @@ def advice(
         failure = (
             judge.first_failure(snapshot.failures) if snapshot.failures and not snapshot.is_cause_unknown else None
         )
-        log = judge.log_words(failure, f"{command_format.format('logs')}{of_run}")
+        log = judge.log_words(failure, f"{command_format.replace('{}', 'logs', 1)}{of_run}")
         return f"e shows the first error; {'its guard starts it again' if is_guarded else check_first}{log}"
     if verdict is ClusterVerdict.RESTARTING and snapshot.restart_requester:
         return "nothing: its guard starts the next attempt from the newest checkpoint"
@@ -111,15 +111,11 @@ def advice(
         return relaunch
     if verdict not in (ClusterVerdict.DOWN, ClusterVerdict.DEGRADED):
         return ""
-    remedy = next((reason for reason in reasons if reason.remedy), None)
-    if remedy:
-        return remedy.remedy.format(**commands, host=remedy.host)
-    is_about_host = any(reason.host for reason in reasons)
-    return (
-        f"Enter shows the host with everything that stands out; `{commands['doctor']}` tests it"
-        if is_about_host
-        else ""
-    )
+    for reason in reasons[:1]:
+        if reason.remedy or not reason.host:
+            return reason.remedy.format(**commands, host=reason.host)
+        return f"Enter shows the host with everything that stands out; `{commands['doctor']}` tests it"
+    return ""
 
 
 def guard_acts_in_s(snapshot: ClusterSnapshot) -> float | None:
@@ -287,7 +283,7 @@ def list_reasons(
     reasons += [_state_reason(row) for row in rows if row.severity]
     for row in rows:
         if row.notes:
-            remedy = next((note.remedy for note in snapshot.host_notes[row.name] if note.remedy), "")
+            remedy = snapshot.host_notes[row.name][0].remedy
             reasons.append(VerdictReason(row.name, f"{row.name}: {row.notes[0]}", remedy))
     by_words: dict[str, VerdictReason] = {}
     for reason in reasons:

@@ -374,6 +374,8 @@ class ClusterSnapshot:
     def _absent_hosts(self) -> Iterator[tuple[str, str]]:
         """Yield hosts that do not report, or lack heartbeats of ranks, each with the reason."""
         for host in self.missing_hosts:
+            if host.frame.run_fault and host.is_fresh(self.now, self.interval_s):
+                continue  # no agent can run there: its ranks may be well
             yield host.name, host.state(None, self.now, self.interval_s)[1] or "it does not report the run"
         for name, first, n_ranks in self.nodes:
             present_ranks = {beat.rank for beat, _ in self.beats.get(name, ())}
