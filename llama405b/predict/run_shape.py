@@ -283,7 +283,11 @@ class PredictedRun:
         """Return the requested settings with those of this run: what the trainer would be given."""
         spec = requested.parallel.strategy_spec
         strategy = requested.parallel.strategy
-        if (self.keeps_weights, self.reduces_each) != (spec.keeps_weights_gathered, spec.reduces_every_microbatch):
+        is_same = (self.keeps_weights, self.reduces_each) == (
+            spec.keeps_weights_gathered,
+            spec.reduces_every_microbatch,
+        )
+        if not is_same or (spec.copies != "one" and self.axes.dp_replicate == 1):
             strategy = "zero2" if self.reduces_each else "zero1"
             if not self.keeps_weights:
                 strategy = "fsdp2"

@@ -347,7 +347,9 @@ def is_runnable(run: PredictedRun, cluster: Cluster) -> bool:
         return False
     if run.numerics == "fp8" and not cluster.gpu.fp8_flops:
         return False
-    return run.global_batch % (run.micro_batch * run.dp) == 0 and is_legal(run)
+    # Where the batch does not divide by the ranks, some are idle in the last micro-batch, of whatever size.
+    n_sharing = run.dp if run.global_batch % run.dp == 0 or run.global_batch < run.dp else 1
+    return run.global_batch % (run.micro_batch * n_sharing) == 0 and is_legal(run)
 
 
 # A run that has tp across hosts was allowed to; none that is offered has.
@@ -403,7 +405,7 @@ def rank_variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)
     for savers in MEMORY_SAVERS:
         asked = prediction if not savers else prediction.with_run(dataclasses.replace(prediction.run, **savers))
         found = [*variants(asked, moments)]
-        candidates += [candidate for candidate in found if not savers or candidate.fit is Fit.YES]
+        candidates += [candidate for candidate in found if not savers or candidate.fit >= Fit.RETRIES]
         if not meshes and _has_mesh_times(prediction):
             meshes = [mesh for mesh in fastest_meshes(asked) if mesh.fit >= Fit.RETRIES]
         if any(candidate.fit is Fit.YES for candidate in found):
@@ -416,7 +418,8 @@ def rank_variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)
     if best.fit is Fit.YES and not untested_features(best.run):
         with_activations = keep_most_activations(best)
         meshes += [with_activations] if untested_features(with_activations.run) else []
-    return sorted([*candidates, *meshes], key=sort_key)
+    by_run = {candidate.run: candidate for candidate in [*meshes, *candidates]}
+    return sorted(by_run.values(), key=sort_key)
 
 
 def _has_mesh_times(prediction: Prediction) -> bool:
@@ -450,20 +453,24 @@ def fastest_meshes(
 ) -> list[Prediction]:
     """Return the fastest runs on other meshes that fit, the fastest first, one for each way to split the ranks.
 
-    Where none surely fits, those that fit with retries of the allocator; else the one that needs least GPU memory. ``is_3d``: with tp and
-    pp. A run that does not fit with one sequence is not tried with more.
+    Where none surely fits, those that fit with retries of the allocator; else the one that comes nearest to it. ``is_3d``: with tp and
+    pp. A run that does not fit with one sequence is not tried with more, unless that takes memory of its own: for sums of gradients, or
+    in a pipeline.
     """
     cluster = prediction.cluster
-    runs = [
-        run
-        for layout, fitting_offloads in _other_meshes(prediction, offloads)
+    n_elements = {
+        run: n_elements
+        for layout, n_elements in _other_meshes(prediction.run)
         if not is_3d or min(layout.tp, layout.pp) > 1
-        for run in runnable_runs(layout, cluster, fitting_offloads, (layout.moments,))
-    ]
+        for run in runnable_runs(layout, cluster, offloads, (layout.moments,))
+    }
+    # Those whose states alone fill a GPU are looked at only if all do.
+    runs = [run for run, n in n_elements.items() if n * run.states_bytes < cluster.gpu.memory_bytes] or n_elements
     by_fit: dict[Fit, dict[str, Prediction]] = {fit: {} for fit in Fit}  # and split: where states are makes no mesh
     singles: dict[PredictedRun, Prediction] = {}
-    for run in sorted(runs, key=lambda candidate: seconds_per_step(candidate, cluster)):
-        single = dataclasses.replace(run, micro_batch=1)
+    for run in sorted(runs, key=lambda candidate: _comparable_s(candidate, cluster)):
+        is_monotone = run.accumulates and run.pp == 1
+        single = dataclasses.replace(run, micro_batch=1) if is_monotone else run
         candidate = singles.get(single) or singles.setdefault(single, prediction.with_run(single))
         if run != single and candidate.fit >= Fit.RETRIES:
             candidate = prediction.with_run(run)
@@ -471,12 +478,18 @@ def fastest_meshes(
         if len(by_fit[Fit.YES]) == at_most:
             break
     fitting = [*(by_fit[Fit.YES] or by_fit[Fit.RETRIES]).values()][:at_most]
-    return fitting or sorted(singles.values(), key=lambda option: option.needs.gpu_bytes)[:1]
+    return fitting or sorted(singles.values(), key=lambda option: (-option.fit, option.needs.gpu_bytes))[:1]
 
 
-def _other_meshes(prediction: Prediction, offloads: Sequence[Offload]) -> Iterator[tuple[PredictedRun, list[Offload]]]:
-    """Yield the run on each other mesh of its ranks, with the offloads whose states alone do not fill a GPU."""
-    run, host_divisors = prediction.run, divisors(prediction.run.ranks_per_host)
+def _comparable_s(run: PredictedRun, cluster: Cluster) -> float:
+    """Return the time of a step, by which meshes are compared; in FP32, where none was measured, that with BF16 products."""
+    is_unknown = run.numerics == "fp32" and not cluster.rates
+    return seconds_per_step(dataclasses.replace(run, numerics="fp32-master") if is_unknown else run, cluster)
+
+
+def _other_meshes(run: PredictedRun) -> Iterator[tuple[PredictedRun, int]]:
+    """Yield the run on each other mesh of its ranks, with the elements that a rank there keeps of all parameters."""
+    host_divisors = divisors(run.ranks_per_host)
     cp_sizes = host_divisors if run.seq_len >= LONG_SEQUENCE else [1]
     pp_sizes = [size for size in divisors(run.world) if size <= MAX_PIPELINE_RANKS]
     schedules: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
@@ -489,7 +502,7 @@ def _other_meshes(prediction: Prediction, offloads: Sequence[Offload]) -> Iterat
             axes = Axes.from_parallel(parallel, run.world, run.ranks_per_host)
         except UserError:  # the ranks cannot be split so
             continue
-        if (schedule != "1f1b" and pp == 1) or not (axes.label or spec.keeps_weights_gathered):
+        if schedule != "1f1b" and pp == 1:
             continue
         layout = dataclasses.replace(
             run,
@@ -505,11 +518,8 @@ def _other_meshes(prediction: Prediction, offloads: Sequence[Offload]) -> Iterat
             prefetch=0,
             kept_by=0,
         )
-        n_elements = rank_elements(run.llama, axes, 0, parallel.virtual_stages)
-        states = {
-            offload: n_elements * dataclasses.replace(layout, offload=offload).states_bytes for offload in offloads
-        }
-        yield layout, [offload for offload in offloads if states[offload] < prediction.cluster.gpu.memory_bytes]
+        if format_split(layout) != format_split(run):
+            yield layout, rank_elements(run.llama, axes, 0, parallel.virtual_stages)
 
 
 def format_split(run: PredictedRun) -> str:
@@ -522,9 +532,14 @@ def format_split(run: PredictedRun) -> str:
     return ", ".join(words)
 
 
+def split_label(run: PredictedRun) -> str:
+    """Return how a run's ranks are split; '' for plain FSDP."""
+    return format_split(run) if run.axes.label or run.keeps_weights else ""
+
+
 def untested_features(run: PredictedRun) -> str:
     """Return the settings of a run, besides FSDP, that were tested on one GPU at most; '': none."""
-    words = [format_split(run)] if run.axes.label or run.keeps_weights else []
+    words = [label] if (label := split_label(run)) else []
     if run.optimizer != "adamw":
         words.append(f"--optimizer.kind {run.optimizer}")
     if run.loss == "chunked":
@@ -603,18 +618,22 @@ def _resolve_mesh(
         dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, strategy="fsdp2")), Axes(world)
     )
     run = PredictedRun.from_config(llama, fsdp_config, world, ranks_per_host)
-    timed_run = dataclasses.replace(run, numerics="fp32-master") if run.numerics == "fp32" else run
-    fsdp_prediction = Prediction.from_run(timed_run, cluster or Cluster(), ram_bytes)
+    fsdp_prediction = Prediction.from_run(run, cluster or Cluster(), ram_bytes)
     if not is_3d and fsdp_prediction.fit >= Fit.RETRIES:
         return fsdp_config
+    others = runnable_runs(run, fsdp_prediction.cluster, (run.offload,), (run.moments,)) if not is_3d else ()
+    by_size = [fsdp_prediction, *map(fsdp_prediction.with_run, others)]
+    best = max(by_size, key=lambda option: (option.fit, -_comparable_s(option.run, option.cluster)))
+    if not is_3d and best.fit >= Fit.RETRIES:
+        return best.run.apply_to(fsdp_config)
     meshes = fastest_meshes(fsdp_prediction, (run.offload,), 1, is_3d=is_3d)
     if not meshes and is_3d:
         raise UserError(
             f"--parallel.strategy: {pluralize(world, 'rank')} of this model cannot be split by tp and pp, which 3d needs; use auto or fsdp2"
         )
-    if not meshes:
-        return fsdp_config
-    split = dataclasses.replace(meshes[0].run, numerics=run.numerics).apply_to(fsdp_config)
+    if not meshes or (not is_3d and Fit.NO < best.fit >= meshes[0].fit):
+        return best.run.apply_to(fsdp_config)
+    split = meshes[0].run.apply_to(fsdp_config)
     return dataclasses.replace(fsdp_config, parallel=split.parallel, training=split.training)
 
 

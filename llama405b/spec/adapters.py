@@ -4,6 +4,7 @@ Beside a frozen matrix W is the product of two narrow ones, W + alpha / rank * B
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -53,6 +54,7 @@ def lora_shapes(llama: Llama, adapter: Adapter) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+@functools.lru_cache(64)
 def n_adapter_parameters(llama: Llama, adapter: Adapter) -> int:
     """Count an adapter's parameters."""
     return sum(map(math.prod, lora_shapes(llama, adapter).values()))
@@ -63,6 +65,7 @@ def n_trained_parameters(llama: Llama, adapter: Adapter) -> int:
     return n_adapter_parameters(llama, adapter) if adapter.is_enabled else llama.parameters
 
 
+@functools.lru_cache(64)
 def moments_per_parameter(llama: Llama, adapter: Adapter, optimizer: OptimizerName) -> float:
     """Return how many moments a trained parameter has; where some have more than others, the mean."""
     spec = OPTIMIZERS[optimizer]

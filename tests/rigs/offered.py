@@ -45,6 +45,8 @@ ASKED = [  # settings, by section
     {"parallel": {"numerics": "fp8"}, "model": {"compile": True}},
     {"parallel": {"numerics": "bf16-stochastic", "fsdp_unit": "sublayer"}},
     {"parallel": {"strategy": "zero2"}},
+    {"parallel": {"strategy": "hsdp"}},
+    {"parallel": {"strategy": "ddp"}},
     {"parallel": {"prefetch": 2}},
     {"adapter": LORA},
     {"adapter": LORA, "model": {"fused": True}},

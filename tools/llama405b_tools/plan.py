@@ -18,6 +18,7 @@ from llama405b.predict.search import (
     is_near_fastest,
     largest_micro_batch,
     remedies,
+    split_label,
     untested_features,
 )
 from llama405b.predict.step_time import StepTime
@@ -87,7 +88,7 @@ def _format_run(prediction: Prediction) -> str:
     network = f", {cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host" if not cluster.gpu.is_cpu else ""
     return (
         f"{size} parameters{adapter} on {run.hosts} x {run.ranks_per_host} {cluster.gpu.name}{network}"
-        f"{fmt_if(', as {}', run.axes.label)}; "
+        f"{fmt_if(', as {}', split_label(run))}; "
         f"{run.numerics}, offload {run.offload}, micro-batch {run.micro_batch} of {run.seq_len:,} tokens, "
         f"{prediction.step_tokens:,} tokens a step"
     )

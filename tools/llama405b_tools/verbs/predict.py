@@ -42,7 +42,7 @@ from llama405b.predict.search import (
 from llama405b.settings import command, config, rules
 from llama405b.settings.axes import DP_AXES, Axes, MicrobatchSplit
 from llama405b.settings.parser import OneLineParser
-from llama405b.settings.schema import Config, Moments
+from llama405b.settings.schema import SETTING_TYPES, Config, Moments
 from llama405b.spec import models
 from llama405b.spec.rules import check_mesh
 from llama405b_tools.agent.machine import package_version
@@ -237,22 +237,7 @@ def _split_changes(words: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, value) for name, _, values in (word.partition("=") for word in words) for value in values.split(",")]
 
 
-# Settings that --write includes only if the search changed them.
-PARALLEL_IF_CHANGED = [
-    "strategy",
-    "dp_replicate",
-    "tp",
-    "cp",
-    "pp",
-    "pp_schedule",
-    "prefetch",
-    "reshard_after_forward",
-]
-IF_CHANGED = [f"parallel.{name}" for name in PARALLEL_IF_CHANGED] + [
-    "model.activation_checkpointing",
-    "model.activations",
-    "model.loss",
-]
+# Settings that --write includes even if the search did not change them.
 SEARCHED_SETTINGS = (
     "parallel.offload",
     "parallel.fsdp_unit",
@@ -312,8 +297,8 @@ def main(argv: Sequence[str]) -> int:
     hosts, gpus = resolve_hosts(args.hosts), read_gpus(args.hardware)
     detected = _detect_machines(args, hosts, gpus, on_cpu=requested.parallel.device == "cpu")
     machines = apply_machine_options(detected, machine_options(args), gpus)
-    requested = _resolve_settings(requested, args.preset, machines)
-    plan_config = _config_for(requested, machines)
+    resolved = _resolve_settings(requested, args.preset, machines)
+    plan_config = _config_for(resolved, machines)
     variants = {
         change: apply_machine_options(detected, machine_options(variant_args), gpus)
         for change, variant_args in what_if_variants(args, gpus).items()
@@ -353,7 +338,7 @@ def main(argv: Sequence[str]) -> int:
         )
     code = EXIT_CODES.get([*ranked, prediction][0].fit, EXIT_OK)
     if args.write and code != EXIT_UNFIT:
-        _write_settings(args, settings, requested, ranked[0])
+        _write_settings(args, settings, requested, ranked[0].run.apply_to(plan_config))
     return code
 
 
@@ -513,16 +498,15 @@ def _survey_hosts(hosts: Sequence[Host], gpus: dict[str, Gpu]) -> Machines:
     return machines_of(hosts, survey.facts, gpus)
 
 
-def _write_settings(args: argparse.Namespace, settings: Sequence[str], requested: Config, winner: Prediction) -> None:
-    """Write the settings of the command line and its files, with those that the search chose."""
-    result = winner.run.apply_to(requested)
+def _write_settings(args: argparse.Namespace, settings: Sequence[str], requested: Config, result: Config) -> None:
+    """Write the settings of the command line and its files, with those that the search chose or resolved: ``result``."""
     values = dataclasses.asdict(result)
     names = {
         *config.read_toml_files(args.config),
         *config.read_flags(config.split_flags(settings)[0]),
         *SEARCHED_SETTINGS,
     }
-    names |= {name for name in IF_CHANGED if attrgetter(name)(result) != attrgetter(name)(requested)}
+    names |= {name for name in SETTING_TYPES if attrgetter(name)(result) != attrgetter(name)(requested)}
     lines = list[str]()
     for section, keys in itertools.groupby(sorted(name.split(".") for name in names), lambda name: name[0]):
         lines += [f"[{section}]", *(f"{key} = {json.dumps(values[section][key])}" for _, key in keys), ""]
