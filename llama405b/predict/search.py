@@ -458,14 +458,14 @@ def fastest_meshes(
     in a pipeline.
     """
     cluster = prediction.cluster
-    n_elements = {
+    elements = {
         run: n_elements
         for layout, n_elements in _other_meshes(prediction.run)
         if not is_3d or min(layout.tp, layout.pp) > 1
         for run in runnable_runs(layout, cluster, offloads, (layout.moments,))
     }
     # Those whose states alone fill a GPU are looked at only if all do.
-    runs = [run for run, n in n_elements.items() if n * run.states_bytes < cluster.gpu.memory_bytes] or n_elements
+    runs = [run for run, n in elements.items() if n * run.states_bytes < cluster.gpu.memory_bytes] or elements
     by_fit: dict[Fit, dict[str, Prediction]] = {fit: {} for fit in Fit}  # and split: where states are makes no mesh
     singles: dict[PredictedRun, Prediction] = {}
     for run in sorted(runs, key=lambda candidate: _comparable_s(candidate, cluster)):
