@@ -32,11 +32,16 @@ class ModelOutput:
     def __init__(self, model: nn.Module, run_model: Callable[[], Tensor]) -> None:
         """``model``: that this rank computes with; ``run_model``: runs it on the batch, and returns what its head returns."""
         self.model, self.run_model, self.was_run = model, run_model, False
+        self.fault: Exception | None = None  # that the model raised, and not the user's loss
 
     def run(self) -> Tensor:
         """Run the model; return what its head returns."""
         self.was_run = True
-        return self.run_model()
+        try:
+            return self.run_model()
+        except Exception as fault:
+            self.fault = fault
+            raise
 
     def logits(self) -> Tensor:
         """Run the model; return the logits, (B, S, V), in FP32 or wider."""
@@ -130,7 +135,12 @@ class UserLoss(TokenLoss):
             return self.extension.call_scalar(
                 "loss", function, output.logits().flatten(0, 1), batch.targets_BS.flatten()
             )
-        loss = self.extension.call_scalar(f"{LOSS_CLASS}.loss", self.instance.loss, output, batch)
+        try:
+            loss = self.extension.call_scalar(f"{LOSS_CLASS}.loss", self.instance.loss, output, batch)
+        except RunError:
+            if output.fault:  # such as a lost peer, which the cause of the run's end has to name
+                raise output.fault from None
+            raise
         if not output.was_run:  # the other ranks would wait for this one in the model's collectives
             raise RunError(
                 f"{self.extension.declared.path}: {LOSS_CLASS}.loss() did not call output.logits(); call it for every batch, also for one "

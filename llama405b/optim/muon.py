@@ -35,9 +35,12 @@ def update_muon(
             average.lerp_(gradient.to(average.dtype), 1 - momentum)
         ahead = [gradient.to(average.dtype).lerp(average, momentum) for _, average, gradient in local]
         for (parameter, *_), direction in zip(local, orthogonalize([p for p, *_ in local], ahead), strict=True):
-            weight = local_tensor(parameter)
+            stored = local_tensor(parameter)
+            weight = stored.to(torch.promote_types(stored.dtype, torch.float32))  # BF16 would round the decay away
             weight.mul_(1 - lr * params["weight_decay"])
             weight.add_(direction, alpha=-lr * UPDATE_RMS * math.sqrt(max(parameter.shape)))
+            if weight is not stored:
+                stored.copy_(weight)
     torch._foreach_add_([state["step"] for state in states], 1)
 
 

@@ -343,6 +343,8 @@ def check_user_loss(config: Config, axes: Axes) -> None:
         raise UserError(
             "--extend: Loss sees documents, which data.packing concatenated joins into one text; use isolated"
         )
+    if extension.has_document_loss and config.data.documents == "split":
+        raise UserError("--extend: Loss sees documents, which data.documents split cuts anywhere; use auto or whole")
 
 
 def build_forward_backward(

@@ -625,16 +625,20 @@ def _resolve_mesh(
     by_size = [fsdp_prediction, *map(fsdp_prediction.with_run, others)]
     best = max(by_size, key=lambda option: (option.fit, -_comparable_s(option.run, option.cluster)))
     if not is_3d and best.fit >= Fit.RETRIES:
-        return best.run.apply_to(fsdp_config)
+        return _with_layout(fsdp_config, best.run)
     meshes = fastest_meshes(fsdp_prediction, (run.offload,), 1, is_3d=is_3d)
     if not meshes and is_3d:
         raise UserError(
             f"--parallel.strategy: {pluralize(world, 'rank')} of this model cannot be split by tp and pp, which 3d needs; use auto or fsdp2"
         )
-    if not meshes or (not is_3d and Fit.NO < best.fit >= meshes[0].fit):
-        return best.run.apply_to(fsdp_config)
-    split = meshes[0].run.apply_to(fsdp_config)
-    return dataclasses.replace(fsdp_config, parallel=split.parallel, training=split.training)
+    is_best = not meshes or (not is_3d and Fit.NO < best.fit >= meshes[0].fit)
+    return _with_layout(fsdp_config, best.run if is_best else meshes[0].run)
+
+
+def _with_layout(config: Config, run: PredictedRun) -> Config:
+    """Return a configuration with the mesh and the micro-batch of a run; all else, such as what is still auto, stays."""
+    applied = run.apply_to(config)
+    return dataclasses.replace(config, parallel=applied.parallel, training=applied.training)
 
 
 def find_model_shape(requested: Config, preset: str) -> models.Llama | None:

@@ -515,7 +515,7 @@ def read_small_files(directory: Path, chat_template: str = "", *, resize: bool =
     contents = {name: path.read_bytes() for name, path in paths.items()}
     if resize and "config.json" in paths:
         config = read_hf_json(paths["config.json"])
-        config["vocab_size"] = grow_vocabulary(directory, config["vocab_size"])
+        config["vocab_size"] = grow_vocabulary(directory, read_llama(directory).vocab)
         contents["config.json"] = json.dumps(config, indent=2).encode()
     return contents
 

@@ -158,6 +158,7 @@ def test_pairs_of_documents_are_trained_on_together(tmp_path, demo):
         (MODULE.format(more=""), ("--parallel.tp", 2), "loss() needs all logits, but no rank has them"),
         (MODULE.format(more=""), ("--model.loss", "chunked"), "loss() needs all logits, but no rank has them"),
         (DOCUMENTED, ("--data.packing", "concatenated"), "Loss sees documents, which data.packing concatenated joins"),
+        (DOCUMENTED, ("--data.documents", "split"), "Loss sees documents, which data.documents split cuts anywhere"),
     ],
 )
 def test_what_no_rank_has_is_refused_before_model_and_data_are_read(tmp_path, module, flags, why):

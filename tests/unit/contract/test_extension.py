@@ -110,6 +110,9 @@ def test_a_loss_is_one_number(module):
         loss.loss(output, batch)
     text = "class Loss:\n    def count(self, batch): ...\n    def loss(self, output, batch): return output.run().sum()"
     assert UserLoss(extend.use(module(text))).loss(output, batch) == 0
+    gone = ModelOutput(None, lambda: (_ for _ in ()).throw(ConnectionError("remote process exited")))
+    with pytest.raises(ConnectionError, match=r"^remote process exited$"):  # a lost peer, and not the module's fault
+        UserLoss(extend.use(module(text))).loss(gone, batch)
     silent = UserLoss(extend.use(module(text.replace("output.run()", "batch.ids_BS.double()"))))
     with pytest.raises(
         RunError, match=r"own.py: Loss.loss\(\) did not call output.logits\(\); call it for every batch"

@@ -19,6 +19,7 @@ SHAPES = json.loads((PRESET_DIR / "architectures.json").read_text())
 LARGE, SMALL = (parse_llama(SHAPES[name], name) for name in ("llama3.1-405b", "llama3.1-8b"))
 A100 = ("--preset", "llama3.1-405b", "--nodes", "12", "--slots", "4", "--gpu", "a100-40", "--ram", "2TB")
 LONG = ("--data.seq_len", "8192", "--training.global_batch_size", "48")
+H100 = Cluster(read_gpus()["h100-80"])
 AUTO = ("--parallel.strategy", "auto")
 
 
@@ -88,6 +89,18 @@ def test_auto_lowers_a_micro_batch_before_it_splits_the_model():
     assert (chosen.parallel.strategy, Axes.from_parallel(chosen.parallel, 8, 8).label) == ("fsdp2", "")
     assert chosen.training.micro_batch_size < 16
     assert Prediction.from_run(PredictedRun.from_config(SMALL, chosen, 8), Cluster(), 2e12).fit >= Fit.RETRIES
+
+
+def test_auto_leaves_what_is_recomputed_to_what_is_chosen_for_that():
+    base = Config()
+    training = dataclasses.replace(base.training, micro_batch_size=8, global_batch_size=64)
+    data = dataclasses.replace(base.data, seq_len=8192)
+    model = dataclasses.replace(base.model, activation_checkpointing="auto")
+    config = dataclasses.replace(base, parallel=Parallel(strategy="auto"), training=training, data=data, model=model)
+    chosen, again = (resolve_auto(each, SMALL, 8, 8, H100, 2e12) for each in (config, dataclasses.replace(config)))
+    by_hand = dataclasses.replace(config, parallel=chosen.parallel, training=chosen.training)
+    assert chosen == again == resolve_auto(by_hand, SMALL, 8, 8, H100, 2e12)
+    assert chosen.model.activation_checkpointing.startswith("operators:")
 
 
 def test_a_batch_that_does_not_divide_by_the_ranks_can_be_searched_and_split(capsys):
