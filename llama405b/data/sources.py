@@ -278,10 +278,14 @@ def _open_tokens(tokens: Path | NDArray[np.uint32], *rest: Any) -> Source:
 
 
 def open_source(file: Path, seq_len: int, documents: str = "split", *, truncate: bool = False) -> Source:
-    """Open a token file as a source; ``documents``, ``truncate``: as in the settings."""
+    """Open a token file as a source; ``documents``, ``truncate``: as in the settings.
+
+    Raises:
+        UserError: Documents that belong together would be separated, or are longer than a sequence.
+    """
     source = _open_tokens(file, seq_len)
     if documents == "split" and (source.tokens_N[:CHUNK_TOKENS] & WITH_PREVIOUS).any():
-        raise UserError("--data.documents: split would tear documents that are kept together apart; use auto or whole")
+        raise UserError("--data.documents: split would separate documents that belong together; use auto or whole")
     keep_whole = documents == "whole" or (documents == "auto" and needs_whole_documents(source.tokens_N))
     if not (keep_whole or truncate):
         return source

@@ -168,7 +168,7 @@ WRAPPER_PREFIXES = (
     "_checkpoint_wrapped_module.",
     "_fsdp_wrapped_module.",
 )  # in parameter names: of checkpoint_wrapper, and of FSDP1
-# FSDP opens one in each hook. With units within a layer, hooks before a recomputation's end differ from those of the forward.
+# FSDP's hooks open profiler records. With units within a layer, a recomputation runs other hooks than the forward did.
 PROFILER_OPS = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -190,6 +190,7 @@ def with_recompute(layer: nn.Module, kind: RecomputeKind) -> nn.Module:
         return layer
     options: dict[str, Any] = {}
     if kind == "operators":
+        SAC_IGNORED_OPS.update(PROFILER_OPS)
         n_products = sum(isinstance(module, nn.Linear) for module in layer.modules())
         options["context_fn"] = functools.partial(_selective_contexts, n_products)
     return checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
@@ -197,7 +198,6 @@ def with_recompute(layer: nn.Module, kind: RecomputeKind) -> nn.Module:
 
 def _selective_contexts(n_products: int) -> Any:
     """Return torch's context managers for the forward of a layer and for its recomputation."""
-    SAC_IGNORED_OPS.update(PROFILER_OPS)
     return create_selective_checkpoint_contexts(_SavePolicy(n_products))
 
 

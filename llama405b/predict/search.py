@@ -489,20 +489,20 @@ def _comparable_s(run: PredictedRun, cluster: Cluster) -> float:
 
 def _other_meshes(run: PredictedRun) -> Iterator[tuple[PredictedRun, int]]:
     """Yield the run on each other mesh of its ranks, with the elements that a rank there keeps of all parameters."""
-    host_divisors = divisors(run.ranks_per_host)
+    own_split, host_divisors = format_split(run), divisors(run.ranks_per_host)
     cp_sizes = host_divisors if run.seq_len >= LONG_SEQUENCE else [1]
     pp_sizes = [size for size in divisors(run.world) if size <= MAX_PIPELINE_RANKS]
     schedules: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
     for tp, cp, pp, strategy, schedule in itertools.product(
         host_divisors, cp_sizes, pp_sizes, MESH_STRATEGIES, schedules
     ):
+        if schedule != "1f1b" and pp == 1:
+            continue
         parallel = Parallel(strategy=strategy, tp=tp, cp=cp, pp=pp, pp_schedule=schedule)
         spec = parallel.strategy_spec
         try:
             axes = Axes.from_parallel(parallel, run.world, run.ranks_per_host)
         except UserError:  # the ranks cannot be split so
-            continue
-        if schedule != "1f1b" and pp == 1:
             continue
         layout = dataclasses.replace(
             run,
@@ -518,7 +518,7 @@ def _other_meshes(run: PredictedRun) -> Iterator[tuple[PredictedRun, int]]:
             prefetch=0,
             kept_by=0,
         )
-        if format_split(layout) != format_split(run):
+        if format_split(layout) != own_split:
             yield layout, rank_elements(run.llama, axes, 0, parallel.virtual_stages)
 
 
@@ -593,7 +593,7 @@ def resolve_auto(
     recompute = FULL_RECOMPUTE
     if cluster and not cluster.gpu.is_cpu and can_predict(config):
         axes = Axes.from_parallel(config.parallel, world, ranks_per_host)
-        run = PredictedRun.from_config(llama, with_global_batch(config, axes), world, ranks_per_host)
+        run = PredictedRun.from_config(llama, with_global_batch(config, axes), world, ranks_per_host, axes)
         recompute = keep_most_activations(Prediction.from_run(run, cluster, ram_bytes)).run.recompute
     return dataclasses.replace(config, model=dataclasses.replace(config.model, activation_checkpointing=str(recompute)))
 
@@ -608,31 +608,32 @@ def _resolve_mesh(
 ) -> Config:
     """Return a configuration with its mesh resolved.
 
-    auto: FSDP over all ranks if that fits, as no GPU has run more; else the fastest mesh that fits. 3d: the fastest with tp and pp.
-    On CPUs, and on GPUs that are in no table, the fastest on H100s; if nothing fits, the mesh that needs least GPU memory.
+    auto: FSDP over all ranks if that fits, as no GPU has run more, with another micro-batch if need be; else the fastest mesh that fits.
+    3d: the fastest with tp and pp. On CPUs, and on GPUs that are in no table, the fastest on H100s. If nothing surely fits, what comes
+    nearest to it.
     """
-    is_3d = config.parallel.strategy == "3d"
     if not config.parallel.strategy_spec.is_auto:
         return config
     fsdp_config = with_global_batch(
         dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, strategy="fsdp2")), Axes(world)
     )
     run = PredictedRun.from_config(llama, fsdp_config, world, ranks_per_host)
-    fsdp_prediction = Prediction.from_run(run, cluster or Cluster(), ram_bytes)
-    if not is_3d and fsdp_prediction.fit >= Fit.RETRIES:
-        return fsdp_config
-    others = runnable_runs(run, fsdp_prediction.cluster, (run.offload,), (run.moments,)) if not is_3d else ()
-    by_size = [fsdp_prediction, *map(fsdp_prediction.with_run, others)]
-    best = max(by_size, key=lambda option: (option.fit, -_comparable_s(option.run, option.cluster)))
-    if not is_3d and best.fit >= Fit.RETRIES:
-        return _with_layout(fsdp_config, best.run)
-    meshes = fastest_meshes(fsdp_prediction, (run.offload,), 1, is_3d=is_3d)
-    if not meshes and is_3d:
-        raise UserError(
-            f"--parallel.strategy: {pluralize(world, 'rank')} of this model cannot be split by tp and pp, which 3d needs; use auto or fsdp2"
-        )
-    is_best = not meshes or (not is_3d and Fit.NO < best.fit >= meshes[0].fit)
-    return _with_layout(fsdp_config, best.run if is_best else meshes[0].run)
+    best = base = Prediction.from_run(run, cluster or Cluster(), ram_bytes)
+    if config.parallel.strategy == "3d":
+        meshes = fastest_meshes(base, (run.offload,), 1, is_3d=True)
+        if not meshes:
+            raise UserError(
+                f"--parallel.strategy: {pluralize(world, 'rank')} of this model cannot be split by tp and pp, which 3d needs; "
+                "use auto or fsdp2"
+            )
+        return _with_layout(fsdp_config, meshes[0].run)
+    if base.fit < Fit.RETRIES:
+        sizes = map(base.with_run, runnable_runs(run, base.cluster, (run.offload,), (run.moments,)))
+        best = max([base, *sizes], key=lambda option: (option.fit, -_comparable_s(option.run, option.cluster)))
+    if best.fit < Fit.RETRIES:
+        meshes = fastest_meshes(base, (run.offload,), 1)
+        best = next((mesh for mesh in meshes if best.fit is Fit.NO or mesh.fit > best.fit), best)
+    return _with_layout(fsdp_config, best.run)
 
 
 def _with_layout(config: Config, run: PredictedRun) -> Config:

@@ -128,7 +128,7 @@ class _WandB(Tracker):
 TRACKERS: dict[str, Callable[[Tracking, TrackedRun], Tracker]] = {"wandb": _WandB, "tensorboard": _TensorBoard}
 
 
-def metric_values(line: Metrics | EvaluationMetrics) -> dict[str, float | PromptSample]:
+def metric_values(line: Metrics | EvaluationMetrics) -> dict[str, float]:
     """Return the finite numbers of a line, by their names in metrics.jsonl."""
     values = {name: value for name, value in dataclasses.asdict(line).items() if name not in NOT_METRICS}
     values |= {f"own/{name}": value for name, value in values.pop("own", {}).items()}

@@ -76,7 +76,7 @@ def test_documents_kept_together_fit_into_a_sequence(tmp_path):
         UserError, match=r"--data\.seq_len: documents that are kept together have up to 16 tokens, more than 12"
     ):
         open_source(tmp_path / "tokens", 12, "auto")
-    with pytest.raises(UserError, match=r"--data\.documents: split would tear documents that are kept together apart"):
+    with pytest.raises(UserError, match=r"--data\.documents: split would separate documents that belong together"):
         open_source(tmp_path / "tokens", 16, "split")
     assert open_source(tmp_path / "tokens", 16, "auto").spans_N2.tolist() == [[0, 16], [16, 18]]
     with pytest.raises(UserError, match=r"--evaluation\.fraction: too few documents to hold some out"):

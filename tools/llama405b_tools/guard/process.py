@@ -101,8 +101,6 @@ def start_guard(guard_input: GuardInput) -> GuardProcess:
     """
     run = resolve_run_dir(guard_input.plan.run)
     try:
-        processes.dismiss_guard(run)  # the guard of an earlier launch of this name
-        run.guard.unlink(missing_ok=True)
         run.path.mkdir(parents=True, exist_ok=True)
         ready_fd, guard_fd = os.pipe()
         with contextlib.ExitStack() as opened:
@@ -214,7 +212,10 @@ def _ask_machines(fleet: Fleet) -> Outcomes[str]:
 
 def begin(guard_input: GuardInput) -> tuple[int, str]:
     """Start the guard on this host; return its process ID, or why it did not start."""
+    run = resolve_run_dir(guard_input.plan.run)
     try:
+        processes.dismiss_guard(run)  # the guard of an earlier launch of this name
+        run.guard.unlink(missing_ok=True)
         return start_guard(guard_input).pid, ""
-    except RunError as error:
+    except (RunError, OSError) as error:
         return 0, str(error)

@@ -413,13 +413,12 @@ class Fleet:
 
     def command_to_type(self, verb: str, run_name: str = "") -> str:
         """Return a command about these hosts, to be typed by the user."""
-        return f"{program_name()} {verb}{self.hosts_argument}{fmt_if(' --run {}', run_name)}"
+        return command_to_type(verb, self.hosts_file, run_name)
 
     @property
-    def hosts_argument(self) -> str:
-        """The argument with which a printed command finds these hosts; '' for those of a Slurm job."""
-        files = dict.fromkeys(file for host in self.hosts.values() if (file := find_hosts_file(host)))
-        return "".join(map(hosts_argument, files))
+    def hosts_file(self) -> Path | None:
+        """The hosts file that names these hosts; None for the nodes of a Slurm job."""
+        return find_hosts_file(next(iter(self.hosts.values())))
 
     def command(self, name: str, module: str, arguments: Sequence[str], setup: str = "") -> str:
         """Return the shell line that starts a module of ours on a host, in its working directory; ``setup``: a line before."""

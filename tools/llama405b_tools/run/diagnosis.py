@@ -553,24 +553,25 @@ def _with_culprit(
 ) -> Diagnosis:
     """Return the diagnosis, with further evidence from the culprit's hosts."""
     host_notes = [
-        f"{name}{note}" for name in culprit.hosts if name in hosts for note in _condition_notes(hosts[name].around)
+        note for name in culprit.hosts if name in hosts for note in _condition_notes(name, hosts[name].around)
     ]
     full_culprit = dataclasses.replace(culprit, evidence=(*culprit.evidence, *host_notes))
     return Diagnosis(verdict, f"{fold_names(culprit.hosts)}: {culprit.words}", groups, full_culprit)
 
 
-def _condition_notes(around: HostConditions) -> Iterator[str]:
-    """Yield what may hold up any process of a host, each after its name."""
+def _condition_notes(name: str, around: HostConditions) -> Iterator[str]:
+    """Yield what may hold up any process of a host."""
     for disk in around.disks:
         if not disk.answers:
-            yield f": the disk at {disk.path} does not answer"
+            yield f"{name}: the disk at {disk.path} does not answer"
         elif disk.free_bytes == 0:
-            yield f": the disk at {disk.path} is full"
+            yield f"{name}: the disk at {disk.path} is full"
     if around.swap_used_bytes >= MIN_SWAPPED_BYTES:
-        yield f": {_bytes(around.swap_used_bytes)} are swapped out, {_bytes(around.available_bytes)} of memory are available"
+        swapped, available = _bytes(around.swap_used_bytes), _bytes(around.available_bytes)
+        yield f"{name}: {swapped} of memory are swapped out, {available} are available"
     if around.cores and around.load > MIN_LOAD_PER_CORE * around.cores:
-        yield f": {around.load:.0f} processes want its {around.cores} cores"
-    yield from (f", kernel, {line}" for line in (around.kernel or ())[-4:])
+        yield f"{name}: {around.load:.0f} processes want its {around.cores} cores"
+    yield from (f"{name}, kernel, {line}" for line in (around.kernel or ())[-4:])
 
 
 def _bytes(n: int) -> str:

@@ -7,6 +7,7 @@ import enum
 import math
 import queue
 import re
+import shlex
 import time
 from collections.abc import Callable
 
@@ -418,7 +419,7 @@ def _export_words(plan: Plan, fleet: Fleet) -> str:
         return f"`{command}`, where the checkpoint is,"
     if plan.slurm_job:
         return f"`{command} HOSTS`, with a hosts file that names the job's nodes,"
-    return f"`{command}{fleet.hosts_argument or ' hosts'}`"
+    return f"`{command} {shlex.quote(str(fleet.hosts_file))}`"
 
 
 def _progress_words(monitor: RunMonitor, plan: Plan) -> str:

@@ -109,13 +109,12 @@ def advice(
         return f"make room where the checkpoints go; {relaunch}"
     if verdict is ClusterVerdict.STOPPED and run and run.phase is RunPhase.STOPPED:
         return relaunch
-    if verdict not in (ClusterVerdict.DOWN, ClusterVerdict.DEGRADED):
+    if verdict not in (ClusterVerdict.DOWN, ClusterVerdict.DEGRADED) or not reasons:
         return ""
-    for reason in reasons[:1]:
-        if reason.remedy or not reason.host:
-            return reason.remedy.format(**commands, host=reason.host)
-        return f"Enter shows the host with everything that stands out; `{commands['doctor']}` tests it"
-    return ""
+    first = reasons[0]
+    if first.remedy or not first.host:
+        return first.remedy.format(**commands, host=first.host)
+    return f"Enter shows the host with everything that stands out; `{commands['doctor']}` tests it"
 
 
 def guard_acts_in_s(snapshot: ClusterSnapshot) -> float | None:
