@@ -5,7 +5,6 @@ On a CPU each probe runs as far as it can, with small shapes; that table also sa
 
 import json
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -15,9 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
-from torch.distributed.checkpoint.planner import MetadataIndex, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from llama405b.bench import host
 from llama405b.bench.host import GB, best_s
@@ -31,6 +27,8 @@ from llama405b.bench.runs import (
     uses_gpu,
 )
 from llama405b.bench.steps import STEPS, Workload, take_steps
+from llama405b.checkpoint.index import Held, Holdings, plan_index
+from llama405b.contract import reader
 from llama405b.contract.paths import RunDir
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
@@ -152,22 +150,19 @@ def compare_packed_fast(runs: DemoRuns) -> list[Figure]:
 
 
 def measure_planning(this_rank: Rank) -> list[Figure]:
-    """Time steps alone, and while a thread plans a DCP save of 405B on 64 ranks in Python."""
+    """Time steps alone, and while a thread plans in Python who writes what of a checkpoint of 405B on 64 ranks."""
     count, tensors, layers, n_steps = (N_RANKS, TENSORS, 8, 1 + STEPS) if this_rank.on_gpu else (2, 20, 1, 2)
     stop, workload = threading.Event(), Workload("llama3.1-8b", layers, 2, 4096)
 
-    def item(number: int, rank: int) -> WriteItem:
-        chunk = ChunkStorageMetadata(torch.Size((64 * rank, 0)), torch.Size((64, 8)))
-        data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size((64 * count, 8)))
-        index = MetadataIndex(f"model.layers.{number}.weight", chunk.offsets)
-        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+    def holdings(rank: int) -> Holdings:
+        held = Held("F32", (64 * count, 8), (((64 * rank, 64 * (rank + 1)), (0, 8)),))
+        return Holdings.of({f"model.layers.{number}.weight": held for number in range(tensors)})
 
-    plans = [pickle.dumps(SavePlan([item(number, rank) for number in range(tensors)])) for rank in range(count)]
+    received = [reader.dumps(holdings(rank)) for rank in range(count)]
 
     def plan() -> None:
         while not stop.is_set():
-            for rank_plan in create_default_global_save_plan([pickle.loads(pickled) for pickled in plans])[0]:
-                pickle.dumps(rank_plan)
+            reader.dumps(plan_index([reader.loads(Holdings, text, "a rank's holdings") for text in received]))
 
     alone_s = take_steps(workload, Parallel(), this_rank, n_steps)[1].total_s
     thread = threading.Thread(target=plan, daemon=True)

@@ -2,37 +2,32 @@
 
 A checkpoint of any number of ranks is read without a process group. Each block of its files is compared with the manifest before a
 tensor in it is used. Pickles are ``pytorch_model*.bin``, or one file per module (``model.layers.17.pt``) whose tensors are named within
-the module or within the model; only their tensors are unpickled (``weights_only``). Knows manifests and DCP's metadata; not the
+the module or within the model; only their tensors are unpickled (``weights_only``). Knows checkpoints and files of weights; not the
 model's shape.
 """
 
-import collections
 import functools
 import hashlib
 import math
 import os
 import pickle
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from llama405b.checkpoint.verified import (
+from llama405b.checkpoint.format import (
+    CheckpointReader,
     DamagedError,
     RejectedCheckpoint,
-    TensorPlanner,
-    VerifiedReader,
     open_manifest,
     write_access_warning,
 )
+from llama405b.checkpoint.index import DTYPE_NAMES
 from llama405b.contract.checkpoints import CONFIG_FILE, WEIGHTS_PREFIX, write_manifest
 from llama405b.contract.errors import UserError, and_more, reason_of
 from llama405b.settings import config
@@ -71,42 +66,25 @@ class SavedWeights:
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({reason_of(error)}); make it readable") from None
         self.path, self.manifest = path, manifest
-        self.reader = VerifiedReader(path, manifest)
-        metadata = self._read_or_refuse(self.reader.read_metadata)
-        self.file_ranges = collections.defaultdict(list)  # of a tensor: file, offset, length
-        for index, info in (metadata.storage_data or {}).items():
-            self.file_ranges[index.fqn].append((info.relative_path, info.offset, info.length))
+        self.reader = CheckpointReader(path, manifest)
+        index = self._read_or_refuse(lambda: self.reader.index)
         _, self.digest = write_manifest(manifest)
-        self.tensors: dict[str, TensorStorageMetadata] = {
-            name.removeprefix(WEIGHTS_PREFIX): entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if name.startswith(WEIGHTS_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        self.shapes = {
+            name.removeprefix(WEIGHTS_PREFIX): saved.shape
+            for name, saved in index.tensors.items()
+            if name.startswith(WEIGHTS_PREFIX)
         }
-        self.shapes = {name: tuple(entry.size) for name, entry in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         """Return a full tensor in the dtype in which it was saved.
 
         Raises:
-            UserError: A part of it is damaged or is not a tensor.
+            UserError: A part of it is damaged, is not a tensor, or cannot be read.
         """
-        entry = self.tensors[name]
-        for file_range in self.file_ranges[f"{WEIGHTS_PREFIX}{name}"]:
-            self._read_or_refuse(functools.partial(self.reader.check, *file_range))
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that there is no process group
-            try:
-                dcp.load(
-                    {f"{WEIGHTS_PREFIX}{name}": tensor},
-                    storage_reader=self.reader,
-                    planner=TensorPlanner(),
-                    no_dist=True,
-                )
-            except CheckpointException as error:
-                [(cause, _)] = error.failures.values()
-                raise UserError(f"{self.path}: {name} cannot be read ({reason_of(cause)})") from None
-        return tensor
+        try:
+            return self._read_or_refuse(lambda: self.reader.read_whole(f"{WEIGHTS_PREFIX}{name}"))
+        except OSError as error:
+            raise UserError(f"{self.path}: {name} cannot be read ({reason_of(error)})") from None
 
     def _read_or_refuse(self, read: Callable[[], T]) -> T:
         try:
@@ -255,9 +233,6 @@ def _is_zip_archive(file: Path) -> bool:
     """Whether a file is a zip archive, as torch 1.6 and later write; older files cannot be mapped."""
     with file.open("rb") as stream:
         return stream.read(4) == b"PK\x03\x04"
-
-
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def partial_file(path: Path) -> Path:

@@ -1,25 +1,22 @@
 """Choose the checkpoint to resume from, gather its files, and verify it by loading it.
 
-The choice looks at manifests and file sizes; DCP itself loads torn directories and flipped bits without an error. After a change of the
-hosts' order or number, hosts send each other missing files in pieces, through CPU memory and the store's group. Knows files, owners and
-the store.
+The choice looks at manifests and file sizes. After a change of the hosts' order or number, hosts send each other missing files in pieces,
+through CPU memory and the store's group. Knows files, owners and the store.
 """
 
 import contextlib
 import dataclasses
 import errno
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import LoadPlan
-from torch.distributed.checkpoint.api import CheckpointException
 
-from llama405b.checkpoint.saving import restore, restore_weights
+from llama405b.checkpoint.format import CheckpointFault, CheckpointReader, DamagedError, RejectedCheckpoint, Target
+from llama405b.checkpoint.state import local_parts, state_to_load
 from llama405b.checkpoint.store import CheckpointView, Store, part_directories
-from llama405b.checkpoint.verified import CheckpointFault, DamagedError, RejectedCheckpoint, UnsafeError, VerifiedReader
 from llama405b.contract.checkpoints import DATA_FILE, named_path, refuse_existing, step_of
 from llama405b.contract.disk import disk_free_bytes
 from llama405b.contract.errors import UserError, pluralize, reason_of, remedy_of
@@ -179,6 +176,69 @@ class FileGatherer:
         return self.checkpoint.manifest.files[name].bytes
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """Why a rank could not load its part of a checkpoint."""
+
+    message: str
+    damaged: bool = False  # what was read is not what was saved
+    refused: bool = False  # it is unsafe, or of another model
+    file: str = ""  # that is damaged: its name in the checkpoint
+
+
+class LoadError(Exception):
+    """Some ranks could not load a checkpoint."""
+
+    def __init__(self, failures: dict[int, LoadFailure]) -> None:
+        super().__init__(str(failures))
+        self.failures = failures  # by rank
+
+
+@contextlib.contextmanager
+def _failures_on_all_ranks() -> Iterator[None]:
+    """Raise LoadError on all ranks if something fails on one."""
+    failure: LoadFailure | None = None
+    try:
+        yield
+    except DamagedError as error:
+        failure = LoadFailure(str(error), damaged=True, file=error.file)
+    except UserError as error:
+        failure = LoadFailure(str(error), refused=True)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+        failure = LoadFailure(reason_of(error))
+    failures = enumerate(collectives.all_gather_objects(failure, LoadFailure | None))
+    if failed := {rank: failure for rank, failure in failures if failure}:
+        raise LoadError(failed)
+
+
+def restore(
+    reader: CheckpointReader,
+    model: torch.nn.Module,
+    updater: Updater,
+    rank: Rank,
+    *,
+    weights_only: bool = False,
+    fetch: Callable[[Iterable[str]], None] = lambda _: None,
+) -> None:
+    """Load a checkpoint into the shards. A collective. ``fetch``: brings files here that this rank needs.
+
+    Raises:
+        LoadError: It could not be loaded on every rank; the shards are undefined.
+    """
+    with _failures_on_all_ranks():
+        names = reader.index.tensors
+    with state_to_load(model, updater, rank, names, weights_only=weights_only) as tensors:
+        with _failures_on_all_ranks():
+            reads = reader.plan(
+                Target(name, tuple(tensor.size()), box, part)
+                for name, tensor in tensors.items()
+                for box, part in local_parts(tensor)
+            )
+        fetch(reader.files_of(reads))
+        with _failures_on_all_ranks():
+            reader.read(reads)
+
+
 class Resume:
     """The checkpoint that ``--resume`` (no, auto, a step, a path) selects. All methods are collectives."""
 
@@ -215,13 +275,11 @@ class Resume:
         gatherer = FileGatherer(self.store, self.checkpoint, on_progress)
         try:
             gatherer.fetch_metadata_files()
-            reader = GatheringReader(gatherer, on_progress)
-            with collectives.raise_on_all_ranks():
-                reader.read_metadata()
-            restore_checkpoint = restore_weights if self.weights_only else restore
-            step = restore_checkpoint(self.checkpoint.path, model, updater, rank, reader)
-        except CheckpointException as error:
-            _refuse_unsafe(error)
+            reader = CheckpointReader(self.checkpoint.path, self.checkpoint.manifest, gatherer.path_of, on_progress)
+            restore(reader, model, updater, rank, weights_only=self.weights_only, fetch=gatherer.fetch)
+        except LoadError as error:
+            if refusal := next((failure.message for failure in error.failures.values() if failure.refused), ""):
+                raise UserError(refusal) from None  # on every rank: none may silently use an older checkpoint
             fault = find_load_fault(self.checkpoint, error, self.store.hosts)
             if fault.fault is CheckpointFault.DAMAGED and self._exclude_damaged_files(gatherer, error):
                 raise DamagedError(f"{fault}; loading its copy instead") from None
@@ -230,22 +288,21 @@ class Resume:
         finally:
             gatherer.delete_copies()
         self.set_aside_rejected()
-        return step
+        return self.checkpoint.manifest.step
 
     @property
     def _other_checkpoint_remedy(self) -> str:
         """What to do if the named checkpoint cannot be used."""
         return "use another one" if self.weights_only else "use another one, or auto"
 
-    def _exclude_damaged_files(self, gatherer: FileGatherer, error: CheckpointException) -> bool:
+    def _exclude_damaged_files(self, gatherer: FileGatherer, error: LoadError) -> bool:
         """Drop damaged files from the choice; return whether other hosts have copies of all of them."""
         assert self.checkpoint
         local = list(self.checkpoint.local)
         available = list(self.checkpoint.available)
         owner_of = self.store.owner_of
-        for rank, cause in error.failures.items():
-            assert isinstance(cause[0], DamagedError)
-            file, owner = cause[0].file, owner_of[rank]
+        for rank, failure in error.failures.items():
+            file, owner = failure.file, owner_of[rank]
             if file not in self.checkpoint.manifest.files:
                 return False
             sender = gatherer.sender_of.get((file, owner), owner)
@@ -317,37 +374,11 @@ class Resume:
         self._choose_newest()
 
 
-class GatheringReader(VerifiedReader):
-    """Fetches the files that this rank's plan needs, and verifies what it reads."""
-
-    def __init__(self, gatherer: FileGatherer, on_progress: OnByteProgress) -> None:
-        super().__init__(gatherer.checkpoint.path, gatherer.checkpoint.manifest)
-        self.gatherer, self.on_progress = gatherer, on_progress
-
-    def path_of(self, name: str) -> Path:
-        """Return where this host has a file."""
-        return self.gatherer.path_of(name)
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Fetch the files of the plan; DCP calls this on all ranks."""
-        self.gatherer.fetch(self.storage_data[item.storage_index].relative_path for item in plan.items)
-        return super().prepare_local_plan(plan)
-
-
-def _refuse_unsafe(error: CheckpointException) -> None:
-    """Raise on every rank if one found unsafe content: none may silently use an older checkpoint."""
-    for _, (cause, _) in sorted(error.failures.items()):
-        if isinstance(cause, UnsafeError):
-            raise UserError(str(cause)) from None
-
-
-def find_load_fault(
-    checkpoint: CheckpointView, error: CheckpointException, hosts: tuple[str, ...]
-) -> RejectedCheckpoint:
+def find_load_fault(checkpoint: CheckpointView, error: LoadError, hosts: tuple[str, ...]) -> RejectedCheckpoint:
     """Return why a checkpoint could not be loaded; an unreadable disk takes precedence over damage."""
-    causes = {rank: cause[0] for rank, cause in sorted(error.failures.items())}
-    for rank, cause in causes.items():
-        if not isinstance(cause, DamagedError):
-            reason = f"{checkpoint.path}: cannot be read ({reason_of(cause)}) on {hosts[rank]}"
+    for rank, failure in error.failures.items():
+        if not failure.damaged:
+            reason = f"{checkpoint.path}: cannot be read ({failure.message}) on {hosts[rank]}"
             return RejectedCheckpoint(checkpoint.path, CheckpointFault.UNREADABLE, reason)
-    return RejectedCheckpoint(checkpoint.path, CheckpointFault.DAMAGED, str(next(iter(causes.values()))))
+    first = next(iter(error.failures.values()))
+    return RejectedCheckpoint(checkpoint.path, CheckpointFault.DAMAGED, first.message)

@@ -1,4 +1,4 @@
-"""Save asynchronously: snapshot, write, hash, commit. Knows the store and DCP; not when to save.
+"""Save asynchronously: snapshot, write, hash, commit. Knows the store and the form of files; not when to save.
 
 A checkpoint holds the model, the optimizer state (in its own dtype, FP32 or BF16) and every rank's random state; with adapters, only the
 adapters and their state. The step number determines the schedule and the position in the data. Several threads write a rank's part directly
@@ -8,188 +8,45 @@ an export need not fetch the rest from other hosts.
 
 import contextlib
 import dataclasses
-import io
+import errno
+import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
-import torch.futures
-from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b import extend
 from llama405b.checkpoint.compatibility import software_versions
 from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging, lower_thread_priority
+from llama405b.checkpoint.index import DTYPE_NAMES, Chunk, Holdings, plan_index
 from llama405b.checkpoint.replication import AfterSave, Replication
+from llama405b.checkpoint.state import Tensors, holdings_of, local_parts, state_to_save
 from llama405b.checkpoint.store import Store
-from llama405b.checkpoint.verified import TensorPlanner, TensorReader
+from llama405b.contract import reader
 from llama405b.contract.checkpoints import (
     WEIGHTS_PREFIX,
     FileDigest,
     Manifest,
     RunIdentity,
     TrainedSoFar,
-    step_of,
     write_manifest,
 )
 from llama405b.contract.errors import STAGING_SHARE, UserError, reason_of, remedy_of
-from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, DirectFile
+from llama405b.contract.hashes import BLOCK_BYTES, DIRECT_ALIGNMENT, BlockHasher, DirectFile
 from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import OnByteProgress, free_bytes
-from llama405b.distributed.ranks import Rank
 from llama405b.optim.updater import Updater
-from llama405b.spec.adapters import is_lora_name
-
-
-def state_to_save(updater: Updater, rank: Rank) -> dict[str, Any]:
-    """Return this rank's part of the state that DCP saves: the live tensors, whose updates may be pending."""
-    model_state, optimizer_state = _model_and_optimizer_state(updater)
-    return {"model": model_state, "optimizer": optimizer_state, "rng": {str(rank.index): _rng_state(rank)}}
-
-
-def restore(path: Path, model: nn.Module, updater: Updater, rank: Rank, reader: TensorReader | None = None) -> int:
-    """Load a checkpoint into the shards and return its step. ``reader``: what reads it; None: a reader that verifies nothing.
-
-    Only tensors are read: the optimizer keeps its current settings.
-    """
-    master, optimizer = updater.master, updater.optimizer
-    updater.wait()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # a unit stays gathered after a forward without a backward
-            module.reshard()
-    model_state, optimizer_state = _model_and_optimizer_state(updater)
-    state: dict[str, Any] = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
-    reader = reader or TensorReader(path)
-    if f"rng.{rank.index}.cpu" in reader.read_metadata().state_dict_metadata:
-        state["rng"] = {str(rank.index): _rng_state(rank)}
-    dcp.load(state, storage_reader=reader, planner=TensorPlanner())
-    if isinstance(model, FullyShardedDataParallel):  # FSDP1 returned copies; others were filled in place
-        set_state_dict(master, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    updater.sync_weights()
-    rng = state.get("rng", {}).get(str(rank.index), {})
-    if "cpu" in rng:
-        torch.set_rng_state(rng["cpu"])
-    if "cuda" in rng:
-        torch.cuda.set_rng_state(rng["cuda"])
-    return step_of(path)
-
-
-def restore_weights(
-    path: Path, model: nn.Module, updater: Updater, _rank: Rank, reader: TensorReader | None = None
-) -> int:
-    """Load only the weights, without creating optimizer state; see ``restore``."""
-    master = updater.master
-    state: dict[str, Any] = {"model": _adapters_or_all(get_model_state_dict(master))}
-    dcp.load(state, storage_reader=reader or TensorReader(path), planner=TensorPlanner())
-    if isinstance(model, FullyShardedDataParallel):
-        set_model_state_dict(master, state["model"])
-    updater.sync_weights()
-    return step_of(path)
-
-
-def _model_and_optimizer_state(updater: Updater) -> tuple[dict[str, Any], Any]:
-    """Return the tensors of model and optimizer; before the first update, the moments are zero.
-
-    torch creates the moments by a step with zero gradients and counts it. Its step counts are reset here, or Adam's bias correction would
-    treat the first update as the second.
-    """
-    master, optimizer = updater.master, updater.optimizer
-    if not optimizer.state:
-        optimizer.zero_grad()  # torch creates no moments while there are gradients
-        get_state_dict(master, optimizer)
-        for state in optimizer.state.values():
-            state["step"].zero_()
-    weights, moments = get_state_dict(master, optimizer)
-    return _adapters_or_all(weights), moments
-
-
-def _adapters_or_all(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the adapters; all weights if there are none."""
-    return {name: weight for name, weight in weights.items() if is_lora_name(name)} or weights
-
-
-def _rng_state(rank: Rank) -> dict[str, torch.Tensor]:
-    """Return the state of this rank's random generators."""
-    state = {"cpu": torch.get_rng_state()}
-    if rank.on_gpu:
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
+from llama405b.spec.tensors import build_header
 
 THREADS = 4  # per rank; hashing and writing release the GIL
 PIECE_BYTES = 1 << 20  # small enough to be hashed while it is in the CPU's cache
-
-
-class HashingWriter(dcp.FileSystemWriter):
-    """Writes this rank's data files into an empty directory, and records their digests."""
-
-    def __init__(self, path: Path, rank: int, snapshot: CopyOnUpdate) -> None:
-        super().__init__(path, overwrite=False)
-        self.directory = path
-        self.rank = rank
-        self.snapshot = snapshot
-        self.digests: dict[str, FileDigest] = {}
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check that the directory exists: torch would create it below an unmounted mount point."""
-        self.directory.stat()
-        return super().prepare_local_plan(plan)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write this rank's part and flush it to the disk; DCP reports an exception to all ranks."""
-        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
-        self.snapshot.plan([planner.resolve_data(item).detach() for item in tensors])
-        names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(2 * THREADS)]
-        bytes_items = iter(
-            [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
-        )  # shared: the first thread to ask writes them
-
-        def write_some(thread: int) -> list[WriteResult]:
-            with (
-                self._open_hashed(names[thread], weights=True) as weights_file,
-                self._open_hashed(names[THREADS + thread], weights=False) as other_file,
-            ):
-                results = [other_file.add(item, planner.resolve_data(item)) for item in bytes_items]
-                for number, tensor in self.snapshot.read():
-                    item = tensors[number]
-                    output = weights_file if item.index.fqn.startswith(WEIGHTS_PREFIX) else other_file
-                    results.append(output.add(item, tensor))
-                return results
-
-        with ThreadPoolExecutor(THREADS, "writer", lower_thread_priority) as threads:
-            parts = [threads.submit(write_some, thread) for thread in range(THREADS)]
-        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        future.set_result([result for part in parts for result in part.result()])
-        assert len(future.value()) == len(plan.items)
-        return future
-
-    @contextlib.contextmanager
-    def _open_hashed(self, name: str, *, weights: bool) -> "Iterator[_HashingFile]":
-        """Open a file that is hashed and, at the end, flushed; an error also ends the other threads."""
-        try:
-            with contextlib.closing(DirectFile(self.directory / name, copy=_copy_without_gil)) as file:
-                yield (output := _HashingFile(file))
-                file.flush()
-        except BaseException:
-            self.snapshot.abandon()
-            raise
-        self.digests[name] = FileDigest(output.hasher.n_bytes, self.rank, output.hasher.blocks, weights=weights)
 
 
 def _copy_without_gil(memory: memoryview, data: memoryview) -> None:
@@ -197,49 +54,114 @@ def _copy_without_gil(memory: memoryview, data: memoryview) -> None:
     np.frombuffer(memory, np.uint8)[:] = np.frombuffer(data, np.uint8)
 
 
-class _HashingFile(io.RawIOBase):
-    """A file that is written sequentially and hashed block by block."""
+class Part(NamedTuple):
+    """A part of a tensor that this rank writes."""
 
-    def __init__(self, file: DirectFile) -> None:
-        self.file, self.hasher = file, BlockHasher(BLOCK_BYTES)
+    key: str  # in the file
+    tensor: Tensor
+    is_weight: bool
 
-    def add(self, item: WriteItem, content: "Tensor | io.BytesIO") -> WriteResult:
-        """Append an item in DCP's format."""
-        begin = self.hasher.n_bytes
-        if isinstance(content, Tensor):
-            if content.untyped_storage().nbytes() != content.nbytes:
-                content = content.clone()  # torch.save writes the full storage of a view
-            try:
-                torch.save(content, self)
-            except RuntimeError as error:
-                # as it unwinds, torch writes more and hides the disk's error behind an "unexpected pos"
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from None
-                raise
-        else:
-            self.write(content.getbuffer())
-        length = self.hasher.n_bytes - begin
-        return WriteResult(item.index, length, _StorageInfo(self.file.path.name, begin, length))
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What a header says of it, but for its place."""
+        return {"dtype": DTYPE_NAMES[self.tensor.dtype], "shape": [*self.tensor.shape]}
 
-    def write(self, content: "bytes | memoryview") -> int:  # type: ignore[override]
-        """Write and hash the content, and return its size."""
-        view = memoryview(content).cast("B")
-        for begin in range(0, len(view), PIECE_BYTES):
-            piece = view[begin : begin + PIECE_BYTES]
+
+class SafetensorsFile:
+    """A safetensors file that is written sequentially and hashed block by block; its header comes last, in room that is kept for it."""
+
+    def __init__(self, file: DirectFile, entries: Mapping[str, Mapping[str, Any]], header_bytes: int) -> None:
+        """``entries``: of all tensors that may be added, by key; ``header_bytes``: the room."""
+        self.file, self.entries, self.header_bytes = file, entries, header_bytes
+        self.written: dict[str, dict[str, Any]] = {}
+        self.hasher = BlockHasher(BLOCK_BYTES)
+        self.hasher.n_bytes = header_bytes  # the first block's hash is of its tensors alone until there is a header
+
+    def add(self, key: str, tensor: Tensor) -> None:
+        """Append a tensor."""
+        begin = self.hasher.n_bytes - self.header_bytes
+        content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        for piece_begin in range(0, len(content), PIECE_BYTES):
+            piece = content[piece_begin : piece_begin + PIECE_BYTES]
             self.file.write(piece)
             self.hasher.update(piece)
-        return len(view)
+        self.written[key] = {**self.entries[key], "data_offsets": [begin, begin + len(content)]}
 
-    def tell(self) -> int:
-        """Return how many bytes have been written."""
-        return self.hasher.n_bytes
+    def finish(self) -> tuple[str, ...]:
+        """Write the header, flush the file to the disk, and return the hashes of its blocks.
 
-    def writable(self) -> bool:
-        """Return True."""
-        return True
+        Raises:
+            OSError: The disk cannot be written, or returns something else than was written.
+        """
+        self.file.flush()
+        header = build_header(self.written, n_bytes=self.header_bytes)
+        first, read_back = BlockHasher(BLOCK_BYTES), hashlib.sha256()
+        first.update(header)
+        end = min(
+            self.hasher.n_bytes, -(-self.header_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        )  # of the block that the header ends in
+        offset = self.header_bytes
+        while piece := os.pread(self.file.descriptor, min(PIECE_BYTES, end - offset), offset):
+            first.update(piece)
+            read_back.update(piece)
+            offset += len(piece)
+        # its first block is the rest of the one that the header ends in, unless that ends with the header
+        blocks, is_rest = self.hasher.blocks, offset > self.header_bytes or self.hasher.n_bytes == self.header_bytes
+        if is_rest and read_back.hexdigest() != blocks[0]:
+            raise OSError(errno.EIO, "the disk returned something else than was written to it")
+        os.pwrite(self.file.descriptor, header, 0)
+        os.fsync(self.file.descriptor)
+        return (*first.blocks, *blocks[is_rest:])
 
-    def flush(self) -> None:
-        """Do nothing: the file is flushed once, when it is complete."""
+
+@contextlib.contextmanager
+def _open_file(path: Path, parts: Sequence[Part]) -> Iterator[SafetensorsFile]:
+    """Open a file to which some of these parts may be added."""
+    end = sum(part.tensor.nbytes for part in parts)
+    entries = {part.key: part.entry for part in parts}
+    longest = build_header({key: {**entry, "data_offsets": [end, end]} for key, entry in entries.items()})
+    header_bytes = -(-len(longest) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+    with contextlib.closing(DirectFile(path, header_bytes, _copy_without_gil)) as file:
+        yield SafetensorsFile(file, entries, header_bytes)
+
+
+def write_parts(directory: Path, rank: int, parts: Sequence[Part], snapshot: CopyOnUpdate) -> dict[str, FileDigest]:
+    """Write a rank's parts into an existing directory, and return the digests of its files.
+
+    Raises:
+        OSError: The disk is full, or cannot be written.
+    """
+    directory.stat()  # nothing is created below an unmounted mount point
+    snapshot.plan([part.tensor for part in parts])
+    kinds = {
+        "weights": [part for part in parts if part.is_weight],
+        "optimizer": [part for part in parts if not part.is_weight],
+    }
+    digests: dict[str, FileDigest] = {}
+
+    def write_some(thread: int) -> None:
+        with contextlib.ExitStack() as stack:
+            files = {
+                kind: stack.enter_context(_open_file(directory / f"{kind}-{rank}-{thread}.safetensors", of_kind))
+                for kind, of_kind in kinds.items()
+            }
+            for number, tensor in snapshot.read():
+                part = parts[number]
+                files["weights" if part.is_weight else "optimizer"].add(part.key, tensor)
+            for kind, file in files.items():
+                blocks = file.finish()
+                digests[file.file.path.name] = FileDigest(file.hasher.n_bytes, rank, blocks, weights=kind == "weights")
+
+    def write_or_abandon(thread: int) -> None:
+        try:
+            write_some(thread)
+        except BaseException:
+            snapshot.abandon()  # ends the other threads
+            raise
+
+    with ThreadPoolExecutor(THREADS, "writer", lower_thread_priority) as threads:
+        list(threads.map(write_or_abandon, range(THREADS)))
+    return digests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -280,6 +202,8 @@ class CheckpointSaver:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.save_future: Future[SavedCheckpoint] | None = None
         self.prune_future: Future[str] | None = None
+        self.index_content = b""  # of all checkpoints of this attempt; b"": not planned yet
+        self.own_parts: Sequence[tuple[str, Chunk]] = ()
         self.step = 0  # of the last save
         self.blocked_s = 0.0
 
@@ -369,7 +293,7 @@ class CheckpointSaver:
         return future.result() if future else ""
 
     def _save(
-        self, step: int, state: dict[str, Any], snapshot: CopyOnUpdate, identity: RunIdentity, progress: TrainedSoFar
+        self, step: int, state: Tensors, snapshot: CopyOnUpdate, identity: RunIdentity, progress: TrainedSoFar
     ) -> SavedCheckpoint:
         start_s, store = time.monotonic(), self.store
         if self.rank.on_gpu:
@@ -377,7 +301,8 @@ class CheckpointSaver:
         final = store.root / f"step-{step:08d}"
         partial, directory = store.directory.partial_path(final), store.directory
         try:
-            store.run_on_owners(lambda: directory.begin(final), partial, store.group)
+            self._plan(state)
+            store.run_on_owners(lambda: directory.begin(final, self.index_content), partial, store.group)
             local_digests = self._write(partial, state, snapshot)
             metadata_files = self._share_metadata_files(final)
             store.run_on_owners(lambda: directory.add_files(final, metadata_files), partial, store.group)
@@ -418,31 +343,41 @@ class CheckpointSaver:
             return str(error)
         return ""
 
-    def _write(self, partial: Path, state: dict[str, Any], snapshot: CopyOnUpdate) -> dict[str, FileDigest]:
-        writer = HashingWriter(partial, self.rank.index, snapshot)
+    def _write(self, partial: Path, state: Tensors, snapshot: CopyOnUpdate) -> dict[str, FileDigest]:
+        """Write this rank's parts. A collective: if one rank fails, every rank raises."""
+        tensors = {(name, box): part for name, tensor in state.items() for box, part in local_parts(tensor)}
+        failure, digests = ("", ""), dict[str, FileDigest]()
         try:
-            with without_crc():
-                dcp.save(
-                    state,
-                    storage_writer=writer,
-                    planner=DefaultSavePlanner(enable_plan_caching=True),
-                    process_group=self.store.group,
-                )
-        except dcp.api.CheckpointException as error:
-            clear_plan_caches()
-            causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
-            reasons = "; ".join(f"rank {rank}: {reason_of(cause)}" for rank, cause in causes.items())
-            remedy = next(filter(None, map(remedy_of, causes.values())), "")
-            raise UserError(f"{partial}: the checkpoint could not be written ({reasons}){remedy}") from None
-        return writer.digests
+            parts = [
+                Part(name + chunk.suffix, tensors[name, chunk.box].detach(), name.startswith(WEIGHTS_PREFIX))
+                for name, chunk in self.own_parts
+            ]
+            digests = write_parts(partial, self.rank.index, parts, snapshot)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+            failure = reason_of(error), remedy_of(error)
+        failures = enumerate(collectives.all_gather_objects(failure, tuple[str, str], self.store.group))
+        if failed := [(rank, *words) for rank, words in failures if words[0]]:
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason, _ in failed)
+            remedy = next((remedy for *_, remedy in failed if remedy), "")
+            raise UserError(f"{partial}: the checkpoint could not be written ({reasons}){remedy}")
+        return digests
+
+    def _plan(self, state: Tensors) -> None:
+        """Plan who writes what, once: the state of a run keeps its shape. A collective."""
+        if self.index_content:
+            return
+        holdings = collectives.all_gather_objects(holdings_of(state), Holdings, self.store.group)
+        index = plan_index(holdings)
+        self.own_parts = [*index.parts_of(self.rank.index)]
+        self.index_content = reader.dumps(index).encode()
 
     def _share_metadata_files(self, final: Path) -> dict[str, bytes]:
-        """Broadcast rank 0's files without tensors; return them where they are missing."""
+        """Broadcast rank 0's settings and model files; return them where they are missing."""
         store, files = self.store, dict[str, bytes]()
         if store.shared:
             return {}
         store.run_on_owners(
-            lambda: files.update(store.directory.read_metadata_files(final) if self.rank.is_rank0 else {}),
+            lambda: files.update(store.directory.read_description(final) if self.rank.is_rank0 else {}),
             final,
             store.group,
         )
@@ -456,7 +391,7 @@ class CheckpointSaver:
         """Return the manifest of what all ranks wrote. A collective."""
         parts = collectives.all_gather_objects(local_digests, dict[str, FileDigest], self.store.group)
         return Manifest(
-            format=2,
+            format=3,
             step=step,
             files=dict(sorted((name, digest) for part in parts for name, digest in part.items())),
             world_size=self.rank.world_size,
@@ -469,29 +404,7 @@ class CheckpointSaver:
         )
 
 
-def clear_plan_caches() -> None:
-    """Clear torch's cached save plans, so that the next save plans anew. All ranks call it together.
-
-    A plan does not change in a run, so torch keeps that of the first save: 64 ranks' plans of 405B take rank 0 half a minute of
-    Python, which stops its training. After a failed save, ranks could have different caches.
-    """
-    for name, cache in vars(SavePlanner).items():
-        if name.startswith("_cached_"):
-            cache.clear()
-
-
 def _extension_version() -> dict[str, str]:
     """Return the hash of the user's module by its file name; empty if there is none."""
     extension = extend.current().declared
     return {extension.name: f"sha256:{extension.sha256}"} if extension.path else {}
-
-
-@contextlib.contextmanager
-def without_crc() -> Iterator[None]:
-    """Disable torch's CRC-32 of tensors: the manifest has SHA-256, and the CRC halves the writing speed."""
-    previous = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(previous)

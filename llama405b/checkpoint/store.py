@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llama405b.checkpoint.verified import (
+from llama405b.checkpoint.format import (
     CheckpointFault,
     RejectedCheckpoint,
     check_files,
@@ -37,8 +37,8 @@ from llama405b.checkpoint.verified import (
 )
 from llama405b.contract.checkpoints import (
     CONFIG_FILE,
+    INDEX,
     MANIFEST,
-    METADATA,
     MODEL_FILES,
     FileDigest,
     Lease,
@@ -249,8 +249,11 @@ class CheckpointDirectory:
         """Return the directory for files of a checkpoint that this run fetches from other hosts."""
         return final.with_name(f"{final.name}.{self.run.name}.tmp-read")
 
-    def begin(self, final: Path) -> None:
-        """Create an empty directory to write into; first delete this run's half-written or half-deleted ones."""
+    def begin(self, final: Path, index: bytes) -> None:
+        """Create a directory to write into, with what describes the checkpoint; first delete this run's half-written or half-deleted ones.
+
+        ``index``: the content of its index.
+        """
         if final.exists():
             raise UserError(
                 f"{final}: already exists, and checkpoints are never replaced; another run may be writing here: "
@@ -262,6 +265,7 @@ class CheckpointDirectory:
         if partial.exists():
             self._rename_for_deletion(partial)
         partial.mkdir()
+        (partial / INDEX).write_bytes(index)
         self._copy_description(partial)
 
     def _copy_description(self, partial: Path) -> None:
@@ -274,17 +278,17 @@ class CheckpointDirectory:
         sync_directory(str(partial / MODEL_FILES))
 
     def hash_metadata_files(self, final: Path) -> dict[str, FileDigest]:
-        """Flush and hash the files without tensors: DCP's metadata, settings, model files."""
+        """Flush and hash the files without tensors: the index, settings, model files."""
         return {name: hash_file(file, 0) for name, file in self._metadata_files(final).items()}
 
-    def read_metadata_files(self, final: Path) -> dict[str, bytes]:
-        """Return the content of the files without tensors, by name."""
-        return {name: file.read_bytes() for name, file in self._metadata_files(final).items()}
+    def read_description(self, final: Path) -> dict[str, bytes]:
+        """Return the content of the settings and model files, by name."""
+        return {name: file.read_bytes() for name, file in self._metadata_files(final).items() if name != INDEX}
 
     def _metadata_files(self, final: Path) -> dict[str, Path]:
         partial = self.partial_path(final)
         files = {path.relative_to(partial).as_posix(): path for path in partial.rglob("*") if path.is_file()}
-        if METADATA not in files:
+        if INDEX not in files:
             raise FileNotFoundError(errno.ENOENT, "its files have disappeared")
         return {name: file for name, file in files.items() if is_metadata_file(name)}
 

@@ -1,6 +1,6 @@
 """Checkpoints on disk: names, manifests, copies, and the room they take. Knows the file formats; not tensors.
 
-A manifest (format 2) is two lines: a ``Manifest`` as JSON, and the SHA-256 of that line, so that a damaged one is refused.
+A manifest (format 3) is two lines: a ``Manifest`` as JSON, and the SHA-256 of that line, so that a damaged one is refused.
 
 Hosts with directories of their own form a ring: each host's part of a checkpoint is copied to the next host, into
 ``of-<host>/step-N`` in its checkpoint directory. A copy is complete once it has its manifest, which is sent last. The records
@@ -22,9 +22,10 @@ from llama405b.contract.reader import MalformedError
 
 STEP_DIR = re.compile(r"step-(\d{8})")
 MANIFEST = "manifest.json"  # written last: a directory without it is not a checkpoint
-METADATA = ".metadata"  # DCP's own file: where each tensor is
-WEIGHTS_PREFIX = "model."  # prefix of the weights' names in DCP's metadata
-DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's data files, by rank
+INDEX = "index.json"  # which tensors there are, and which rank wrote which part
+WEIGHTS_PREFIX = "model."  # prefix of the weights' names in the index
+DATA_FILE = re.compile(r"(?:weights-|optimizer-|__)(\d+)[-_]\d+\.(?:safetensors|distcp)")  # by rank
+LEGACY_FORMAT, LEGACY_INDEX = 2, ".metadata"  # of the version before, with DCP's files
 CONFIG_FILE, MODEL_FILES = "config.toml", "model"  # the run's settings; the model's configuration and tokenizer
 DESCRIPTION_FILE = re.compile(rf"{re.escape(CONFIG_FILE)}|{MODEL_FILES}/\w[\w.-]*")  # files that describe a checkpoint
 MIN_KEPT = 2  # so that one is intact if the other is damaged
@@ -96,7 +97,7 @@ class TrainedSoFar:
 class Manifest:
     """The record that makes a directory a checkpoint: its files by name, and the run that wrote them."""
 
-    format: Literal[2]
+    format: Literal[2, 3]
     step: int
     files: Mapping[str, FileDigest]
     world_size: int
@@ -117,16 +118,21 @@ class Manifest:
                 raise ValueError(f"{name!r} is not a file of a checkpoint")
             if len(digest.blocks) != n_blocks(digest.bytes, self.block_bytes):
                 raise ValueError(f"{name} of {digest.bytes} bytes cannot have {len(digest.blocks)} blocks")
-        if METADATA not in self.files:
-            raise ValueError(f"it lacks {METADATA}")
+        if self.index_file not in self.files:
+            raise ValueError(f"it lacks {self.index_file}")
         writers = {digest.rank for name, digest in self.files.items() if DATA_FILE.fullmatch(name)}
         if writers != set(range(self.world_size)):
             raise ValueError(f"it has files of {pluralize(len(writers), 'rank')}, not of all {self.world_size}")
 
+    @property
+    def index_file(self) -> str:
+        """The file that says where each tensor is."""
+        return LEGACY_INDEX if self.format == LEGACY_FORMAT else INDEX
+
 
 def is_metadata_file(name: str) -> bool:
     """Whether this names a checkpoint file without tensors, not a stray file that somebody added."""
-    return name == METADATA or DESCRIPTION_FILE.fullmatch(name) is not None
+    return name in (INDEX, LEGACY_INDEX) or DESCRIPTION_FILE.fullmatch(name) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

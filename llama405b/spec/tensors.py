@@ -431,10 +431,11 @@ def cut_host_shard(
     return build_header(entries, {SLICES_KEY: json.dumps(pieces), FINGERPRINT_KEY: source_fingerprint}), ranges
 
 
-def build_header(entries: Mapping[str, object], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return what a safetensors file begins with; ``metadata``: its metadata."""
+def build_header(entries: Mapping[str, object], metadata: Mapping[str, str] | None = None, n_bytes: int = 0) -> bytes:
+    """Return what a safetensors file begins with; ``metadata``: its metadata; ``n_bytes``: the length to fill with spaces, if any."""
     text = json.dumps({"__metadata__": {"format": "pt", **(metadata or {})}, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    text = text.ljust(n_bytes - 8)
     return len(text).to_bytes(8, "little") + text
 
 

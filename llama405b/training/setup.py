@@ -20,11 +20,11 @@ from llama405b.checkpoint.compatibility import (
     model_fingerprint,
     start_point,
 )
+from llama405b.checkpoint.format import DamagedError
 from llama405b.checkpoint.replication import AfterSave, Replication
 from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.saving import CheckpointSaver
 from llama405b.checkpoint.store import CheckpointView, Store
-from llama405b.checkpoint.verified import DamagedError
 from llama405b.contract.checkpoints import find_newest_complete
 from llama405b.contract.errors import UserError, pluralize
 from llama405b.contract.files import write_atomic

@@ -40,7 +40,9 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
     assert "checkpoints: each host keeps its part, 3 directories in all; the next host keeps a copy" in whole.stdout
     assert re.search(r"next: `\S+ export whole OUT hosts` writes a model that transformers loads", whole.stdout)
     kept = [
-        hosts.exec(i, "find", f"{hosts.workdir(i)}/runs/whole/checkpoints/step-00000024", "-name", "*.distcp").stdout
+        hosts.exec(
+            i, "find", f"{hosts.workdir(i)}/runs/whole/checkpoints/step-00000024", "-name", "*.safetensors"
+        ).stdout
         for i in (1, 2, 3)
     ]
     assert [{name[2] for name in re.findall(r"__\d_\d", found)} for found in kept] == [{"0"}, {"1"}, {"2"}]

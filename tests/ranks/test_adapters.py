@@ -161,8 +161,6 @@ def _steps(run):
     "numerics", ["fp32-master", pytest.param("pure-bf16", marks=pytest.mark.soak), "bf16-stochastic"]
 )
 def test_it_alone_is_saved_and_a_resumed_run_goes_on(demo, tmp_path, numerics):
-    from torch.distributed.checkpoint import FileSystemReader
-
     found = {}
     for offload in ("none", "all"):
         run, flags = tmp_path / offload, ("--parallel.offload", offload, "--parallel.numerics", numerics)
@@ -170,7 +168,7 @@ def test_it_alone_is_saved_and_a_resumed_run_goes_on(demo, tmp_path, numerics):
         assert done.returncode == 0, done.stdout + done.stderr
         assert "of lora of rank 3, alpha 32, beside all matrices" in done.stdout
         saved = run / "checkpoints"
-        names = FileSystemReader(saved / "step-00000004").read_metadata().state_dict_metadata
+        names = json.loads((saved / "step-00000004/index.json").read_text())["tensors"]
         kept = [name for name in names if name.startswith(("model.", "optimizer.state."))]
         assert len(kept) == 2 * 7 * 2 * 4, kept
         assert all("lora_" in name for name in kept)

@@ -77,8 +77,8 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
 
 
 def _resume(me, directory, root, resume="auto"):
+    from llama405b.checkpoint.format import DamagedError
     from llama405b.checkpoint.resume import Resume
-    from llama405b.checkpoint.verified import DamagedError
     from llama405b.contract.errors import UserError
 
     module, updater = _trainer(me, directory, load_weights=False)
@@ -124,14 +124,18 @@ def test_manifest_and_retention(saved):
     assert set(manifest["files"]) == {p.name for p in (root / "step-00000006").iterdir() if p.is_file()} - {
         "manifest.json"
     }
-    assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= set(manifest["files"])
+    assert {"index.json", "weights-0-0.safetensors", "optimizer-1-3.safetensors"} <= set(manifest["files"])
 
 
 def test_resumed_losses_are_identical(tiny, copy):
     root, losses = copy
     shutil.rmtree(root / "step-00000008")
     shutil.rmtree(root / "step-00000006")
-    for extra in ("__7_0.distcp", "__0_9.distcp", "notes.txt"):  # which the manifest does not name
+    for extra in (
+        "weights-7-0.safetensors",
+        "weights-0-9.safetensors",
+        "notes.txt",
+    ):  # which the manifest does not name
         (root / "step-00000004" / extra).write_bytes(b"x")
     for name, passed_over, resumed in run_ranks(2, _resume, tiny, root):
         assert (name, passed_over) == ("step-00000004", [])
@@ -159,15 +163,15 @@ def _swap(one, other):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda d: flip(data_file(d, 1)), r"__1_\d.distcp: its content does not match its checksum"),
-        (lambda d: os.truncate(data_file(d), 1000), r"__0_\d.distcp: 1000 bytes, but the manifest says"),
-        (lambda d: data_file(d, 1).unlink(), r"__1_\d.distcp: missing"),
+        (lambda d: flip(data_file(d, 1)), r"\w+-1-\d.safetensors: its content does not match its checksum"),
+        (lambda d: os.truncate(data_file(d), 1000), r"\w+-0-\d.safetensors: 1000 bytes, but the manifest says"),
+        (lambda d: data_file(d, 1).unlink(), r"\w+-1-\d.safetensors: missing"),
         (
             lambda d: _swap(data_file(d), data_file(d, 1)),
-            r"__\d_\d.distcp: (\d+ bytes, but|its content does not match)",
+            r"\w+-\d-\d.safetensors: (\d+ bytes, but|its content does not match)",
         ),
-        (_of_the_step_before, r"__1_\d.distcp: (\d+ bytes, but the manifest|its content does not match)"),
-        (lambda d: (d / ".metadata").unlink(), ".metadata: missing"),
+        (_of_the_step_before, r"\w+-1-\d.safetensors: (\d+ bytes, but the manifest|its content does not match)"),
+        (lambda d: (d / "index.json").unlink(), "index.json: missing"),
         (lambda d: (d / "manifest.json").write_text("{"), r"its manifest does not verify \(manifest.json: its content"),
     ],
     ids=["bit", "truncated", "deleted", "swapped", "another step's", "missing", "manifest"],
@@ -208,25 +212,25 @@ def test_auto_refuses_where_checkpoints_exist_and_none_verifies(tiny, copy):
     words = run_ranks(2, _resume, tiny, root)
     assert words[1].startswith(f"--resume auto: {root} has 3 checkpoints, but none verifies (")
     for step in (4, 6, 8):
-        assert re.search(rf"step-0000000{step}/__0_\d.distcp: its content does not match", words[0])
+        assert re.search(rf"step-0000000{step}/\w+-0-\d.safetensors: its content does not match", words[0])
     assert _contents(root) == before
 
 
 def _resume_with_a_bad_disk(me, directory, root, bad):
-    from llama405b.checkpoint import verified
+    from llama405b.checkpoint import format as verified
 
     true_hashes = verified.block_hashes
 
     def broken(path, blocks, block_bytes):
-        if path.name.startswith(bad) and "step-00000008" in str(path):
+        if bad in path.name and "step-00000008" in str(path):
             raise OSError(5, "Input/output error")
         return true_hashes(path, blocks, block_bytes)
 
-    verified.block_hashes = verified.block_hashes = broken
+    verified.block_hashes = broken
     return _resume(me, directory, root)
 
 
-@pytest.mark.parametrize("cause", ["__1_", ".metadata"])
+@pytest.mark.parametrize("cause", ["-1-", "index.json"])
 def test_a_newer_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_renamed(tiny, copy, cause):
     root, _ = copy
     found = run_ranks(2, _resume_with_a_bad_disk, tiny, root, cause)
@@ -304,7 +308,7 @@ def test_going_back_keeps_what_was_saved_later_out_of_the_way(tiny, copy):
 
 
 def _settings_after_resume(me, directory, root):
-    from llama405b.checkpoint.saving import restore
+    from update_rig import restore
 
     module, updater = _trainer(me, directory, load_weights=False)
     for group in updater.optimizer.param_groups:
@@ -390,7 +394,7 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path):
 
 
 def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path, tiny):
-    from llama405b.checkpoint.verified import open_manifest
+    from llama405b.checkpoint.format import open_manifest
     from llama405b.contract.checkpoints import read_manifest, write_manifest
 
     root = tmp_path / "checkpoints"
@@ -405,22 +409,24 @@ def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path
 
 
 def test_the_block_that_was_changed_is_named(tmp_path, monkeypatch):
-    from llama405b.checkpoint import verified
-    from llama405b.checkpoint.verified import DamagedError, VerifiedReader
+    from llama405b.checkpoint import format as verified
+    from llama405b.checkpoint.format import CheckpointReader, DamagedError
     from llama405b.contract.checkpoints import Manifest
 
     monkeypatch.setattr(verified, "BLOCK_BYTES", 100)
-    (tmp_path / "__0_0.distcp").write_bytes(bytes(950))
-    (tmp_path / ".metadata").write_bytes(b"")
-    files = {name: verified.hash_file(tmp_path / name, 0) for name in ("__0_0.distcp", ".metadata")}
-    manifest = Manifest(2, 4, files, 1, 100)
-    VerifiedReader(tmp_path, manifest).check("__0_0.distcp", 0, 950)
-    with (tmp_path / "__0_0.distcp").open("r+b") as file:
+    (tmp_path / "weights-0-0.safetensors").write_bytes(bytes(950))
+    (tmp_path / "index.json").write_bytes(b"")
+    files = {name: verified.hash_file(tmp_path / name, 0) for name in ("weights-0-0.safetensors", "index.json")}
+    manifest = Manifest(3, 4, files, 1, 100)
+    CheckpointReader(tmp_path, manifest).check("weights-0-0.safetensors", 0, 950)
+    with (tmp_path / "weights-0-0.safetensors").open("r+b") as file:
         file.seek(720)
         file.write(b"x")
-    VerifiedReader(tmp_path, manifest).check("__0_0.distcp", 0, 700)
-    with pytest.raises(DamagedError, match=r"__0_0.distcp: its content does not match its checksum \(block 8 of 10\)"):
-        VerifiedReader(tmp_path, manifest).check("__0_0.distcp", 650, 60)
+    CheckpointReader(tmp_path, manifest).check("weights-0-0.safetensors", 0, 700)
+    with pytest.raises(
+        DamagedError, match=r"weights-0-0.safetensors: its content does not match its checksum \(block 8 of 10\)"
+    ):
+        CheckpointReader(tmp_path, manifest).check("weights-0-0.safetensors", 650, 60)
 
 
 def test_only_its_own_checkpoints_are_retired(tiny, tmp_path):
@@ -434,43 +440,22 @@ def test_only_its_own_checkpoints_are_retired(tiny, tmp_path):
     assert _steps(root) == ["step-00000001", "step-00000003", "step-00000008"]
 
 
-def _crc_while_saving(me, directory, root):
-    from llama405b.checkpoint import saving as of_saving
-
-    _, updater = _trainer(me, directory)
-    seen, dcp_save = [], of_saving.dcp.save
-
-    def watched(*args, **more):
-        seen.append(torch.serialization.get_crc32_options())
-        return dcp_save(*args, **more)
-
-    of_saving.dcp.save = watched
-    with contextlib.closing(_store(me, root)) as store:
-        store.acquire()
-        save(store, 1, updater)
-    return [*seen, torch.serialization.get_crc32_options()]
-
-
-def test_torch_computes_no_crc_of_what_has_a_sha256(tiny, tmp_path):
-    assert run_ranks(1, _crc_while_saving, tiny, tmp_path / "c") == [[False, True]]
-
-
 def _sealed_while_writing(me, directory, root, fails):
+    from llama405b.checkpoint import format as of_seal
     from llama405b.checkpoint import saving as of_saving
     from llama405b.checkpoint import saving as of_write
-    from llama405b.checkpoint import verified as of_seal
     from llama405b.contract.errors import UserError
 
     of_write.BLOCK_BYTES = 10_000
     _, updater = _trainer(me, directory)
-    writes, write, blocks, pauses = of_write._HashingFile.write, of_saving.CheckpointSaver._write, [], [0.5]
+    add, write, blocks, pauses = of_write.SafetensorsFile.add, of_saving.CheckpointSaver._write, [], [0.5]
 
-    def full(hashing, content):
-        if hashing.file.path.name.endswith("_0.distcp"):
+    def full(written, *args):
+        if written.file.path.name.endswith("-0.safetensors"):
             time.sleep(pauses.pop() if pauses else 0)  # so that the other threads have something to write, too
         elif me.index == 1:
             raise fails
-        return writes(hashing, content)
+        return add(written, *args)
 
     def compared(saving, partial, *args):
         for name, sealed in write(saving, partial, *args).items():
@@ -480,7 +465,7 @@ def _sealed_while_writing(me, directory, root, fails):
         return {}  # their blocks are not those of a manifest
 
     if fails:
-        of_write._HashingFile.write = full
+        of_write.SafetensorsFile.add = full
     else:
         of_saving.CheckpointSaver._write = compared
     with contextlib.closing(_store(me, root)) as store:

@@ -308,10 +308,9 @@ def test_an_attempt_that_saved_nothing_has_evaluated_for_those_after_it(tmp_path
 
 def _evaluated_from(me, directory, root):
     """By engine: the loss after two steps, and that of the weights alone, loaded from a checkpoint of it; and moments made."""
-    from llama405b.checkpoint.saving import restore_weights
     from llama405b.optim.build_updater import OnDeviceUpdate
     from llama405b.training.evaluate import evaluate
-    from update_rig import build, dcp_save, take
+    from update_rig import build, dcp_save, restore, take
 
     engines = {
         "all": lambda **more: build(me, directory, overlap=True, **more),
@@ -331,7 +330,7 @@ def _evaluated_from(me, directory, root):
         fresh, other = make()
         alone = OnDeviceUpdate(fresh, other.master, other.optimizer)
         alone.optimizer.state.clear()
-        done = restore_weights(path, fresh, alone, me)
+        done = restore(path, fresh, alone, me, weights_only=True)
         found[name] = (
             trained,
             evaluate(MicrobatchLoop(fresh, me.dp.size), _batches(), me, 2).loss,

@@ -227,11 +227,14 @@ def test_one_tensor_at_a_time_is_in_memory(at, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda step: flip(step / ".metadata"), ".metadata: its content does not match its checksum"),
-        (lambda step: flip(data_file(step, 0, "0-3")), r"__0_\d.distcp: its content does not match its checksum"),
+        (lambda step: flip(step / "index.json"), "index.json: its content does not match its checksum"),
         (
-            lambda step: data_file(step, 0, "0-3").write_bytes(b""),
-            r"__0_\d.distcp: missing, or its size differs from what was saved",
+            lambda step: flip(data_file(step, 0, "weights")),
+            r"\w+-0-\d.safetensors: its content does not match its checksum",
+        ),
+        (
+            lambda step: data_file(step, 0, "weights").write_bytes(b""),
+            r"\w+-0-\d.safetensors: missing, or its size differs from what was saved",
         ),
         (lambda step: flip(step / "manifest.json"), "its manifest does not verify"),
         (lambda step: (step / "manifest.json").unlink(), "has no manifest"),

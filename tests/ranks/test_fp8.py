@@ -38,14 +38,7 @@ def _losses(run):
 
 
 def _tensors(run):
-    from torch.distributed.checkpoint import FileSystemReader
-
-    read = FileSystemReader(run / "checkpoints/step-00000006").read_metadata().state_dict_metadata
-    return {
-        name: (each.properties.dtype, each.size)
-        for name, each in read.items()
-        if isinstance(getattr(each, "size", 0), torch.Size)
-    }
+    return json.loads((run / "checkpoints/step-00000006/index.json").read_text())["tensors"]
 
 
 def test_it_learns_as_bf16_does_and_saves_the_same(demo, tmp_path):

@@ -52,7 +52,7 @@ def test_norms_learn_at_a_small_learning_rate_alike_in_every_place(tiny, tiny_ti
 
 
 def _resume(me, directory, root, has_masters):
-    from llama405b.checkpoint.saving import restore
+    from update_rig import restore
 
     found = []
     for saved, read in itertools.pairwise([*FORMS, "none"]):

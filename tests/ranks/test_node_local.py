@@ -50,8 +50,8 @@ def _save(me, directory, place, hosts, steps=(2, 4)):
 
 
 def _resume(me, directory, place, hosts, order=None, wanted="auto"):
+    from llama405b.checkpoint.format import DamagedError
     from llama405b.checkpoint.resume import Resume
-    from llama405b.checkpoint.verified import DamagedError
     from llama405b.contract.errors import UserError
 
     os.environ["HOSTS"] = str(place)
@@ -88,18 +88,18 @@ def hosts(saved, tmp_path):
 
 
 def _data_files(host, step=4):
-    return sorted(path.name[:4] for path in (host / ROOT / f"step-{step:08d}").glob("*.distcp"))
+    return sorted(path.name.split("-")[1] for path in (host / ROOT / f"step-{step:08d}").glob("*.safetensors"))
 
 
 def test_each_host_keeps_what_its_ranks_wrote_and_all_that_describes_it(saved):
     place, told = saved
     assert told[0][1] == (0, 0, 2, 2)
-    assert {name[2] for name in _data_files(place / "host-0")} == {"0", "1"}
-    assert {name[2] for name in _data_files(place / "host-1")} == {"2", "3"}
+    assert {*_data_files(place / "host-0")} == {"0", "1"}
+    assert {*_data_files(place / "host-1")} == {"2", "3"}
     for host in (place / "host-0", place / "host-1"):
         there = {path.name for path in (host / ROOT).iterdir() if path.is_dir()}
         assert there == {"step-00000002", "step-00000004"}
-        assert (host / ROOT / "step-00000004/.metadata").is_file()
+        assert (host / ROOT / "step-00000004/index.json").is_file()
     manifests = {(place / host / ROOT / "step-00000004/manifest.json").read_bytes() for host in ("host-0", "host-1")}
     assert len(manifests) == 1
 
@@ -138,7 +138,7 @@ def test_a_step_that_one_host_lacks_or_has_damaged_gives_way_to_the_one_before(t
     for done, *_, left, passed in run_ranks(4, _resume, tiny, place, 2):
         assert done == 2
         assert len(passed) == 1
-        assert re.search(r"__2_\d.distcp: its content does not match its checksum", passed[0])
+        assert re.search(r"\w+-2-\d.safetensors: its content does not match its checksum", passed[0])
         assert [name[:19] for name in left] == ["step-00000002", "step-00000004.aside"]
 
 

@@ -150,7 +150,7 @@ def test_lion_has_the_same_bits_in_every_place_hidden_or_not(tiny, numerics):
 
 
 def _resume(me, directory, root, optimizer):
-    from llama405b.checkpoint.saving import restore
+    from update_rig import restore
 
     form = {"numerics": "fp32-master", "offload": "none", "overlap": False, "optimizer": optimizer}
     module, updater = build(me, directory, **form)

@@ -25,7 +25,7 @@ FORMS = {  # each with torch's AdamW between the steps first
 
 def _train(me, directory, root, *, accumulation, overlap, **form):
     """Train with a save, a resume and forwards that only look; returns what was seen, and the bits at the end."""
-    from llama405b.checkpoint.saving import restore
+    from update_rig import restore
 
     module, updater = build(me, directory, overlap=overlap, **form)
     if overlap:
@@ -159,7 +159,7 @@ def test_all_units_are_pending_when_the_step_returns_and_updated_beside_the_forw
 
 def _mutated(me, directory, root, form, mutate):
     """Whether the result still is the sequential one."""
-    from llama405b.checkpoint.saving import restore
+    from update_rig import restore
 
     outcomes = []
     for each in FORMS[form]:

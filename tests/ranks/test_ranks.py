@@ -49,15 +49,17 @@ def _found(me, root):
 
 
 def test_a_manifest_is_not_gathered_from_all(tmp_path):
-    from llama405b.contract.checkpoints import METADATA, FileDigest, Manifest, write_manifest
+    from llama405b.contract.checkpoints import INDEX, FileDigest, Manifest, write_manifest
 
     step = tmp_path / "step-00000001"
     step.mkdir()
-    names = (METADATA, "__0_0.distcp", *(f"__1_{i}.distcp" for i in range(60)))
+    names = (INDEX, "weights-0-0.safetensors", *(f"weights-1-{i}.safetensors" for i in range(60)))
     for name in names:
         (step / name).touch()
-    digests = {name: FileDigest(0, int(name.startswith("__1")), (hashlib.sha256(b"").hexdigest(),)) for name in names}
-    (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 1, digests, 2))[0])
+    digests = {
+        name: FileDigest(0, int(name.startswith("weights-1")), (hashlib.sha256(b"").hexdigest(),)) for name in names
+    }
+    (step / "manifest.json").write_bytes(write_manifest(Manifest(3, 1, digests, 2))[0])
     for found, longest, size in run_ranks(2, _found, tmp_path):
         assert found.startswith("CheckpointView("), found
         assert longest < size / 2

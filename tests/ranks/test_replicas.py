@@ -101,7 +101,7 @@ def test_each_host_has_a_whole_copy_of_the_one_before(saved):
         assert [(event["kind"], event["step"]) for event in map(json.loads, events)][-1] == ("copied", 4)
         its = place / f"host-{before}" / ROOT / "step-00000004"
         names = {path.relative_to(its) for path in its.rglob("*") if path.is_file()} - {Path("Thumbs.db")}
-        assert Path(f"__{before}_0.distcp") in names
+        assert Path(f"weights-{before}-0.safetensors") in names
         assert {path.relative_to(copy / its.name) for path in (copy / its.name).rglob("*") if path.is_file()} == names
         for name in names:
             assert (copy / its.name / name).read_bytes() == (its / name).read_bytes()
@@ -137,4 +137,4 @@ def test_two_neighbours_lost_are_said(tiny, ring):
         shutil.rmtree(place / f"host-{lost}")
     said = run_ranks(HOSTS, _resume, tiny, place, HOSTS)[0]
     assert "none verifies" in said
-    assert "step-00000004/__1_0.distcp: not on any host of this run" in said
+    assert "step-00000004/optimizer-1-0.safetensors: not on any host of this run" in said

@@ -19,13 +19,12 @@ ON_6 = [{"tp": 2}, {}, {"pp": 2}, {"tp": 2, "strategy": "zero2"}, {"cp": 2}]  # 
 def _through(me, directory, root, meshes):
     """Take a step on each mesh, from the checkpoint of the mesh before; returns the losses, and where weights changed on the way."""
     from llama405b.checkpoint.export import SavedWeights
-    from llama405b.checkpoint.saving import restore
     from llama405b.checkpoint.store import Store
     from llama405b.contract.paths import RunDir
     from llama405b.distributed.ranks import with_mesh
     from llama405b.optim.step import train_step
     from llama405b.settings.schema import Optimizer, Parallel
-    from update_rig import save
+    from update_rig import restore, save
 
     alone, found, changed, number = me, [], [], 0
 

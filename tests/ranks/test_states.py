@@ -73,7 +73,7 @@ def test_what_fsdp_moves_with_full_offload_is_counted(tiny):
 
 
 def _rounded(me, directory, form, root):
-    from llama405b.checkpoint.saving import restore
+    from update_rig import restore
 
     outcomes = []
     for overlap in (False, True):
@@ -119,7 +119,7 @@ def _save(me, directory, root, forms):
 
 
 def _go_on(me, directory, root, forms):
-    from llama405b.checkpoint.saving import restore
+    from update_rig import restore
 
     outcomes = []
     for name in forms:
@@ -209,8 +209,8 @@ def test_adding_gradients_is_no_update(tiny, offload):
 
 
 def _other_moments(me, directory, root):
-    from llama405b.checkpoint.saving import restore
     from llama405b.optim.updater import local_tensor
+    from update_rig import restore
 
     found = {}
     for saved in ("fp32", "bf16"):

@@ -1,4 +1,7 @@
-"""A checkpoint from elsewhere runs nothing, although a manifest by the same hand vouches for it; and who can write it is said."""
+"""A checkpoint from elsewhere runs nothing, although a manifest by the same hand vouches for it; and who can write it is said.
+
+Only the form of the version before has pickles.
+"""
 
 import dataclasses
 import io
@@ -8,12 +11,13 @@ import shutil
 
 import pytest
 import torch
-from test_checkpoint import _resume, _save_four
+from test_checkpoint import _resume, _save_four, _step, _trainer
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from llama405b.contract.errors import UserError
 from llama405b_tools.verbs import export
 from ranks_rig import run_ranks
+from update_rig import dcp_save
 
 STEP = "step-00000008"
 
@@ -28,21 +32,34 @@ class Touches:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.fixture(scope="module")
-def saved(tiny, tmp_path_factory):
-    root = tmp_path_factory.mktemp("saved") / "checkpoints"
-    return root, run_ranks(2, _save_four, tiny, root)[0][0]
+def _save_legacy(me, directory, root):
+    """Save steps 6 and 8 in the form of the version before."""
+    module, updater = _trainer(me, directory)
+    for number in range(1, 9):
+        _step(me, module, updater, number)
+        if number in (6, 8):
+            dcp_save(updater, me, root / f"step-{number:08d}")
+
+
+def _copied(save, tiny, place):
+    run_ranks(2, save, tiny, place / "saved")
+    shutil.copytree(place / "saved", place / "checkpoints")
+    return place / "checkpoints"
 
 
 @pytest.fixture
-def root(saved, tmp_path):
-    shutil.copytree(saved[0], tmp_path / "checkpoints")
-    return tmp_path / "checkpoints"
+def legacy(tiny, tmp_path):
+    return _copied(_save_legacy, tiny, tmp_path)
+
+
+@pytest.fixture
+def root(tiny, tmp_path):
+    return _copied(_save_four, tiny, tmp_path)
 
 
 def _vouch(step, name):
     """Write the manifest anew, as whoever changed a file can."""
-    from llama405b.checkpoint.verified import hash_file
+    from llama405b.checkpoint.format import hash_file
     from llama405b.contract.checkpoints import read_manifest, write_manifest
 
     manifest, _ = read_manifest((step / "manifest.json").read_bytes())
@@ -68,9 +85,8 @@ def _evil_bytes(step, name, content):
     _vouch(step, file.name)
 
     def point(metadata):
-        old = next(index for index in metadata.storage_data if index.fqn == name)
         place = dataclasses.replace(
-            metadata.storage_data[old],
+            next(iter(metadata.storage_data.values())),
             relative_path=file.name,
             offset=offset,
             length=len(written.getvalue()),
@@ -91,14 +107,16 @@ def _refused(tiny, root):
     return words[0], str(exported.value)
 
 
-def test_metadata_from_elsewhere_runs_nothing(tiny, root, tmp_path):
+def test_metadata_from_elsewhere_runs_nothing(tiny, legacy, tmp_path):
+    root = legacy
     _change(root / STEP, lambda metadata: metadata.planner_data.update(x=Touches(tmp_path / "ran")))
     for said in _refused(tiny, root):
         assert said.startswith(f"{root}/{STEP}/.metadata: holds 'posix.mkdir', which DCP's metadata never contains")
     assert not (tmp_path / "ran").exists()
 
 
-def test_settings_of_the_optimizer_from_elsewhere_are_not_read(tiny, root, tmp_path):
+def test_settings_of_the_optimizer_from_elsewhere_are_not_read(tiny, legacy, tmp_path):
+    root = legacy
     _evil_bytes(root / STEP, "optimizer.param_groups.0.lr", Touches(tmp_path / "ran"))
     shutil.rmtree(root / "step-00000006")
     for name, passed_over, _ in run_ranks(2, _resume, tiny, root):
@@ -106,13 +124,12 @@ def test_settings_of_the_optimizer_from_elsewhere_are_not_read(tiny, root, tmp_p
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_should_be_a_tensor_and_is_not_runs_nothing(tiny, root, tmp_path):
+def test_what_should_be_a_tensor_and_is_not_runs_nothing(tiny, legacy, tmp_path):
+    root = legacy
     _evil_bytes(root / STEP, "model.model.norm.weight", Touches(tmp_path / "ran"))
     resumed, exported = _refused(tiny, root)
-    assert resumed.startswith(
-        "model.model.norm.weight in the checkpoint: is not a tensor and could run commands as you"
-    )
-    assert "model.norm.weight is [], but" in exported
+    assert "does not hold model.model.norm.weight" in resumed
+    assert "model.norm.weight" in exported
     assert not (tmp_path / "ran").exists()
 
 
@@ -126,9 +143,9 @@ def _look_at(me, root):
 
 
 def test_a_checkpoint_that_others_can_write_is_used_with_a_warning(tiny, root, capsys):
-    file = root / STEP / "__0_0.distcp"
+    file = root / STEP / "weights-0-0.safetensors"
     os.chown(file, 12345, -1)
-    (root / STEP / "__1_0.distcp").chmod(0o666)
+    (root / STEP / "weights-1-0.safetensors").chmod(0o666)
     warning = (
         f"warning: {file}: belongs to another user (uid 12345); hashes prove that it is complete, not that it is safe"
     )
@@ -143,3 +160,23 @@ def test_a_checkpoint_of_another_user_resumes(tiny, root):
     os.chown(root / STEP, 12345, -1)
     for name, passed_over, _ in run_ranks(2, _resume, tiny, root):
         assert (name, passed_over) == (STEP, [])
+
+
+def test_a_chunk_that_is_a_pickle_of_something_else_runs_nothing(tiny, legacy, tmp_path):
+    content = io.BytesIO()
+    torch.save(Touches(tmp_path / "ran"), content)
+
+    def point(metadata):
+        index = next(index for index in metadata.storage_data if index.fqn == "model.model.norm.weight")
+        info = metadata.storage_data[index]
+        file = legacy / STEP / info.relative_path
+        offset = file.stat().st_size
+        with file.open("ab") as opened:
+            opened.write(content.getvalue())
+        _vouch(legacy / STEP, file.name)
+        metadata.storage_data[index] = dataclasses.replace(info, offset=offset, length=len(content.getvalue()))
+
+    _change(legacy / STEP, point)
+    for said in _refused(tiny, legacy):
+        assert "not all of it is tensors, and it could run commands as you; do not use this checkpoint" in said
+    assert not (tmp_path / "ran").exists()

@@ -7,11 +7,11 @@ from llama405b.contract.hashes import BLOCK_BYTES
 
 HASH = hashlib.sha256(b"").hexdigest()
 FILES = {
-    ".metadata": FileDigest(100, 0, (HASH,)),
-    "__0_0.distcp": FileDigest(3 * BLOCK_BYTES, 0, (HASH,) * 3),
-    "__1_0.distcp": FileDigest(0, 1, (HASH,)),
+    "index.json": FileDigest(100, 0, (HASH,)),
+    "weights-0-0.safetensors": FileDigest(3 * BLOCK_BYTES, 0, (HASH,) * 3),
+    "weights-1-0.safetensors": FileDigest(0, 1, (HASH,)),
 }
 IDENTITY = RunIdentity("config 1", "900 tokens 2", 16, 6, "fp32", 0, 0)
 MANIFEST = Manifest(
-    2, 4, FILES, 2, run="a", hosts=("h0", "h1"), identity=IDENTITY, sequences=24, versions={"torch": "2"}
+    3, 4, FILES, 2, run="a", hosts=("h0", "h1"), identity=IDENTITY, sequences=24, versions={"torch": "2"}
 )

@@ -100,11 +100,28 @@ def same(one, other):
 
 
 def dcp_save(updater, me, path):
-    """Save as torch does, while nothing else happens."""
-    from llama405b.checkpoint.saving import state_to_save
+    """Save as torch does, while nothing else happens: in the form of checkpoints of format 2."""
+    from llama405b.checkpoint.format import hash_file
+    from llama405b.checkpoint.state import state_to_save
+    from llama405b.contract.checkpoints import DATA_FILE, MANIFEST, Manifest, step_of, write_manifest
 
     type(updater).wait(updater)
     torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)
+    if me.is_rank0:
+        ranks = {each.name: DATA_FILE.fullmatch(each.name) for each in path.iterdir()}
+        files = {name: hash_file(path / name, int(found[1]) if found else 0) for name, found in ranks.items()}
+        (path / MANIFEST).write_bytes(write_manifest(Manifest(2, step_of(path), files, me.world_size))[0])
+    torch.distributed.barrier()
+
+
+def restore(path, module, updater, me, **how):
+    """Load a checkpoint, as a resume does; returns its step."""
+    from llama405b.checkpoint import resume
+    from llama405b.checkpoint.format import CheckpointReader, open_manifest
+
+    manifest = open_manifest(path, {})
+    resume.restore(CheckpointReader(path, manifest), module, updater, me, **how)
+    return manifest.step
 
 
 def save(store, step, updater):
@@ -121,9 +138,9 @@ def save(store, step, updater):
     return outcome
 
 
-def data_file(step, rank=0, numbers="0-9"):
+def data_file(step, rank=0, kind="*"):
     """The largest of the files that a rank wrote into a checkpoint: which of its threads wrote what, changes."""
-    return max(step.glob(f"__{rank}_[{numbers}].distcp"), key=lambda path: path.stat().st_size)
+    return max(step.glob(f"{kind}-{rank}-*.safetensors"), key=lambda path: path.stat().st_size)
 
 
 def flip(path):

@@ -75,7 +75,7 @@ def test_copies_of_what_is_saved_are_pinned_at_once_and_no_larger(standin):
     """With states on the GPU: as large as they are, before the first step; torch would round each tensor's up."""
     flags = ("--parallel.numerics", "fp32", "--parallel.offload", "none", "--evaluation.every", 0)
     trained = standin.train(*flags, world=2)
-    size = sum(path.stat().st_size for path in trained.run.glob("checkpoints/step-00000004/*.distcp")) / 2
+    size = sum(path.stat().st_size for path in trained.run.glob("checkpoints/step-00000004/*.safetensors")) / 2
     for counts, steps in zip(trained.counts, trained.steps, strict=True):
         assert counts["host_register"][0] == 1
         assert 0.98 * size <= counts["host_register"][1] <= 1.02 * size

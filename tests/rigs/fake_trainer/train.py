@@ -87,11 +87,11 @@ def save(directory, step, me, run, config, peers):
     final = directory / f"step-{step:08d}"
     partial = final.with_name(f"{final.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    (partial / f"__{me.index}_0.distcp").write_text(f"rank {me.index}, step {step}")
+    (partial / f"weights-{me.index}-0.safetensors").write_text(f"rank {me.index}, step {step}")
     peers.any(False)  # all have written
     digest = ""
     if me.is_rank0:
-        (partial / checkpoints.METADATA).write_text("none")
+        (partial / checkpoints.INDEX).write_text("none")
         shutil.copy(run.config, partial / checkpoints.CONFIG_FILE)
         files = {
             path.name: checkpoints.FileDigest(
@@ -100,7 +100,7 @@ def save(directory, step, me, run, config, peers):
             for path in sorted(partial.iterdir())
         }
         manifest = checkpoints.Manifest(
-            2, step, files, me.world_size, run=run.name, sequences=step * config.training.global_batch_size
+            3, step, files, me.world_size, run=run.name, sequences=step * config.training.global_batch_size
         )
         content, digest = checkpoints.write_manifest(manifest)
         (partial / checkpoints.MANIFEST).write_bytes(content)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from llama405b.checkpoint import replication, store
+from llama405b.checkpoint.format import hash_file
 from llama405b.checkpoint.store import CheckpointDirectory, Store
-from llama405b.checkpoint.verified import hash_file
 from llama405b.contract.checkpoints import Manifest, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
@@ -27,10 +27,10 @@ def directory(tmp_path):
 def _checkpoint(directory, step):
     path = directory.root / f"step-{step:08d}"
     path.mkdir()
-    for name in (".metadata", "__0_0.distcp"):
+    for name in ("index.json", "weights-0-0.safetensors"):
         (path / name).touch()
-    files = {name: hash_file(path / name, 0) for name in (".metadata", "__0_0.distcp")}
-    (path / "manifest.json").write_bytes(write_manifest(Manifest(2, step, files, 1, run="r"))[0])
+    files = {name: hash_file(path / name, 0) for name in ("index.json", "weights-0-0.safetensors")}
+    (path / "manifest.json").write_bytes(write_manifest(Manifest(3, step, files, 1, run="r"))[0])
     return path
 
 
@@ -79,13 +79,13 @@ def test_a_save_begins_beside_what_cannot_be_deleted(directory, in_use, ending):
     (left / "old").touch()
     in_use.add("step-00000004")
     final = directory.root / "step-00000004"
-    directory.begin(final)
-    assert [path.name for path in directory.partial_path(final).iterdir()] == ["model"]
-    directory.begin(directory.root / "step-00000005")  # nor later
+    directory.begin(final, b"{}")
+    assert sorted(path.name for path in directory.partial_path(final).iterdir()) == ["index.json", "model"]
+    directory.begin(directory.root / "step-00000005", b"{}")  # nor later
     _checkpoint(directory, 4)
     in_use.clear()
     directory.delete_old(5, 1, set())
-    directory.begin(directory.root / "step-00000006")
+    directory.begin(directory.root / "step-00000006", b"{}")
     assert _steps(directory) == ["step-00000004", "step-00000006"]
 
 

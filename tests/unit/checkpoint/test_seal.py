@@ -4,26 +4,32 @@ import os
 
 import pytest
 
-from llama405b.checkpoint.verified import CheckpointFault, RejectedCheckpoint, check_files, hash_file, open_manifest
+from llama405b.checkpoint.format import CheckpointFault, RejectedCheckpoint, check_files, hash_file, open_manifest
 from llama405b.contract.checkpoints import Manifest, write_manifest
 
 
 def _checkpoint(root, step):
     path = root / f"step-{step:08d}"
     (path / "model").mkdir(parents=True)
-    for name in (".metadata", "__0_0.distcp", "__1_0.distcp", "config.toml", "model/config.json"):
+    for name in (
+        "index.json",
+        "weights-0-0.safetensors",
+        "weights-1-0.safetensors",
+        "config.toml",
+        "model/config.json",
+    ):
         (path / name).write_text(f"{name} of step {step}")
     files = {
         name: hash_file(path / name, rank)
         for rank, name in (
-            (0, ".metadata"),
-            (0, "__0_0.distcp"),
-            (1, "__1_0.distcp"),
+            (0, "index.json"),
+            (0, "weights-0-0.safetensors"),
+            (1, "weights-1-0.safetensors"),
             (0, "config.toml"),
             (0, "model/config.json"),
         )
     }
-    content, _ = write_manifest(Manifest(2, step, files, 2))
+    content, _ = write_manifest(Manifest(3, step, files, 2))
     (path / "manifest.json").write_bytes(content)
     return path
 
@@ -42,7 +48,7 @@ def _edit(path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_copy(".metadata"), ".metadata: its content does not match its checksum"),
+        (_copy("index.json"), "index.json: its content does not match its checksum"),
         (_copy("manifest.json"), "its manifest is for step 4"),
         (_copy("config.toml"), "config.toml: its content does not match its checksum"),
         (_edit, "its manifest does not verify"),
@@ -50,8 +56,8 @@ def _edit(path):
         (lambda path: (path / "manifest.json").unlink(), "has no manifest"),
         (lambda path: (path / "model/config.json").unlink(), "model/config.json: missing"),
         (
-            lambda path: (path / "__1_0.distcp").write_text("longer than it was before"),
-            "__1_0.distcp: 25 bytes, but the manifest says",
+            lambda path: (path / "weights-1-0.safetensors").write_text("longer than it was before"),
+            "weights-1-0.safetensors: 25 bytes, but the manifest says",
         ),
     ],
 )
@@ -70,6 +76,6 @@ def test_what_was_saved_is_not_replaced_by_another_manifest_of_the_step(tmp_path
     path = _checkpoint(tmp_path, 8)
     manifest = open_manifest(path, {})
     assert check_files(path, manifest) == (list(manifest.files), None)
-    (path / "extra.distcp").touch()
+    (path / "extra.safetensors").touch()
     assert check_files(path, manifest)[1] is None
     assert "its manifest is not the one that was saved" in open_manifest(path, {str(path): "another digest"}).why

@@ -48,9 +48,9 @@ def without(name):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"files": {}}, "it lacks .metadata"),
-        ({"files": without(".metadata")}, "it lacks .metadata"),
-        ({"files": without("__1_0.distcp")}, "it has files of 1 rank, not of all 2"),
+        ({"files": {}}, "it lacks index.json"),
+        ({"files": without("index.json")}, "it lacks index.json"),
+        ({"files": without("weights-1-0.safetensors")}, "it has files of 1 rank, not of all 2"),
         ({"world_size": 3}, "it has files of 2 ranks, not of all 3"),
         ({"world_size": 0}, "world size 0"),
         ({"block_bytes": 0}, "block size 0"),
@@ -59,21 +59,21 @@ def without(name):
             "'../../etc/passwd' is not a file of a checkpoint",
         ),
         (
-            {"files": FILES | {".metadata": FileDigest(BLOCK_BYTES + 1, 0, (HASH,))}},
-            ".metadata of 67108865 bytes cannot have 1 blocks",
+            {"files": FILES | {"index.json": FileDigest(BLOCK_BYTES + 1, 0, (HASH,))}},
+            "index.json of 67108865 bytes cannot have 1 blocks",
         ),
-        ({"format": 3}, "manifest.json.format: invalid enum value 3"),
+        ({"format": 4}, "manifest.json.format: invalid enum value 4"),
         ({"step": None}, "manifest.json.step: expected `int`, got `null`"),
         ({"files": [1]}, "manifest.json.files: expected `object`, got `array`"),
         (
-            {"files": {".metadata": {"bytes": 1, "rank": 0, "blocks": HASH}}},
+            {"files": {"index.json": {"bytes": 1, "rank": 0, "blocks": HASH}}},
             "manifest.json.files[...].blocks: expected `array`, got `str`",
         ),
         ({"identity": {"model": 1}}, "manifest.json.identity.model: expected `str`, got `int`"),
     ],
 )
 def test_a_form_that_is_none_is_refused_by_name(changes, words):
-    members = json.loads(write_manifest(MANIFEST)[0].splitlines()[0]) | {"format": 2}
+    members = json.loads(write_manifest(MANIFEST)[0].splitlines()[0]) | {"format": 3}
     body = json.dumps(members | changes, default=dataclasses.asdict).encode()
     with pytest.raises(MalformedError) as refused:
         read_manifest(sealed(body))

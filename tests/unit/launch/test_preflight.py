@@ -5,7 +5,7 @@ import shutil
 import pytest
 from fakes import FakeFleet
 
-from llama405b.contract.checkpoints import METADATA, FileDigest, Manifest, RunIdentity, write_manifest
+from llama405b.contract.checkpoints import INDEX, FileDigest, Manifest, RunIdentity, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.predict.calibration import Calibration, MeasuredStep, StandaloneRates
 from llama405b.predict.search import Fit
@@ -508,8 +508,8 @@ def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_sta
     identity = RunIdentity("m", "d", 4096, 64, "fp32-master", 0, 0, "isolated", update_settings(settings.optimizer, 9))
     step = tmp_path / "step-00000004"
     step.mkdir()
-    seals = {name: FileDigest(0, 0, ("0" * 64,)) for name in (METADATA, "__0_0.distcp")}
-    (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 4, seals, 1, identity=identity))[0])
+    seals = {name: FileDigest(0, 0, ("0" * 64,)) for name in (INDEX, "weights-0-0.safetensors")}
+    (step / "manifest.json").write_bytes(write_manifest(Manifest(3, 4, seals, 1, identity=identity))[0])
 
     def launch(*more):
         request = parse_launch([*given, "--checkpoint.dir", str(tmp_path), *more], 0.0)

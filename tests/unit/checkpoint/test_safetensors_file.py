@@ -1,0 +1,52 @@
+"""A safetensors file that is written and hashed as it grows: what any reader finds in it, and what a disk does to it."""
+
+import hashlib
+import os
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llama405b.checkpoint import saving
+from llama405b.checkpoint.saving import Part, _open_file
+
+TENSORS = {
+    "a": torch.arange(700.0).view(70, 10),
+    "b": torch.arange(9, dtype=torch.uint8),
+    "c": torch.tensor(3.0),
+    "d": torch.arange(5000).bfloat16(),
+    "e": torch.arange(24.0).view(4, 6)[:, ::2],
+}
+
+
+def _written(path, names, between=lambda _: None):
+    parts = [Part(name, tensor, is_weight=True) for name, tensor in TENSORS.items()]
+    with _open_file(path, parts) as file:
+        for name in names:
+            file.add(name, TENSORS[name])
+        between(file)
+        return file.finish(), file.hasher.n_bytes
+
+
+@pytest.mark.parametrize("block_bytes", [64 << 20, 10_000, 5_000, 4096, 1_000])
+@pytest.mark.parametrize("names", ["", "c", "dba", "edcba"])
+def test_any_reader_finds_what_was_written_and_the_hashes_are_of_the_file(tmp_path, monkeypatch, block_bytes, names):
+    monkeypatch.setattr(saving, "BLOCK_BYTES", block_bytes)
+    blocks, size = _written(tmp_path / "x.safetensors", names)
+    found = load_file(tmp_path / "x.safetensors")
+    assert sorted(found) == sorted(names)
+    assert all(torch.equal(found[name], TENSORS[name]) and found[name].dtype == TENSORS[name].dtype for name in names)
+    content = (tmp_path / "x.safetensors").read_bytes()
+    assert len(content) == size
+    pieces = [content[begin : begin + block_bytes] for begin in range(0, size, block_bytes)]
+    assert blocks == tuple(hashlib.sha256(piece).hexdigest() for piece in pieces)
+
+
+def test_a_disk_that_returns_something_else_is_noticed_before_its_hash_is_kept(tmp_path):
+    def spoil(file):
+        file.file.flush()
+        os.pwrite(file.file.descriptor, b"x", file.header_bytes + 9)
+
+    with pytest.raises(OSError, match=re.escape("the disk returned something else than was written to it")):
+        _written(tmp_path / "x.safetensors", "ab", spoil)
