@@ -278,19 +278,24 @@ class CheckpointReader:
 
     def _find_extents(self, reads: Iterable[ChunkRead]) -> None:
         """Find out from the headers of files where chunks are."""
-        missing = [read for read in reads if (read.name, read.chunk) not in self.extents]
-        entries: dict[tuple[int, str], tuple[Extent, TensorInfo]] = {}
-        for name in sorted(self.files_of(missing)) if missing else ():
-            for key, info in self._read_header(name).items():
-                entry = Extent(name, info.offset, info.n_bytes), info
-                if entries.setdefault((self.manifest.files[name].rank, key), entry) is not entry:
-                    raise DamagedError(f"{self.path}/{name}: has {key}, as another file of its rank has", name)
-        for name, chunk, *_ in missing:
-            found = entries.get((chunk.rank, f"{name}{chunk.suffix}"))
-            expected = self.index.tensors[name].dtype, tuple(stop - start for start, stop in chunk.box)
-            if found is None or (found[1].dtype, found[1].shape) != expected:
+        missing = {(read.name, read.chunk) for read in reads}.difference(self.extents)
+        if not missing:
+            return
+        extents: dict[tuple[int, str, TensorSlice], Extent] = {}
+        for file in sorted(self.files_of(reads)):
+            for name, info in self._read_header(file).items():
+                saved = self.index.tensors.get(name)
+                if saved is None or (info.dtype, info.shape) != (saved.dtype, saved.shape):
+                    raise DamagedError(f"{self.path_of(file)}: its {name} is not that of the index", file)
+                for part in info.stored_slices:
+                    place = self.manifest.files[file].rank, name, part.box
+                    if place in extents:
+                        raise DamagedError(f"{self.path_of(file)}: has a part of {name} that another file has", file)
+                    extents[place] = Extent(file, part.offset, info.slice_bytes(part.box))
+        for name, chunk in missing:
+            if (chunk.rank, name, chunk.box) not in extents:
                 raise DamagedError(f"{self.path}: rank {chunk.rank}'s part of {name} is not in its files")
-            self.extents[name, chunk] = found[0]
+            self.extents[name, chunk] = extents[chunk.rank, name, chunk.box]
 
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
         path = self.path_of(name)
@@ -300,8 +305,8 @@ class CheckpointReader:
         self.check(name, 0, HEADER_LENGTH_BYTES + length)
         try:
             return read_header(path)
-        except UserError as error:
-            raise DamagedError(str(error), name) from None
+        except UserError:
+            raise DamagedError(f"{path}: its header cannot be read", name) from None
 
     def _read_chunk(self, extent: Extent, dtype: str, chunk: Chunk) -> Tensor:
         self.check(*extent)

@@ -10,12 +10,13 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ from llama405b.contract.hashes import BLOCK_BYTES, DIRECT_ALIGNMENT, BlockHasher
 from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import OnByteProgress, free_bytes
 from llama405b.optim.updater import Updater
-from llama405b.spec.tensors import build_header
+from llama405b.spec.tensors import SLICES_KEY, build_header
 
 THREADS = 4  # per rank; hashing and writing release the GIL
 PIECE_BYTES = 1 << 20  # small enough to be hashed while it is in the CPU's cache
@@ -57,72 +58,88 @@ def _copy_without_gil(memory: memoryview, data: memoryview) -> None:
 class Part(NamedTuple):
     """A part of a tensor that this rank writes."""
 
-    key: str  # in the file
+    name: str  # of the tensor
+    shape: Sequence[int]  # of the whole tensor
+    chunk: Chunk
     tensor: Tensor
-    is_weight: bool
 
     @property
-    def entry(self) -> dict[str, Any]:
-        """What a header says of it, but for its place."""
-        return {"dtype": DTYPE_NAMES[self.tensor.dtype], "shape": [*self.tensor.shape]}
+    def key(self) -> str:
+        """Its name in its file."""
+        return self.name + self.chunk.suffix
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it goes into the files with weights."""
+        return self.name.startswith(WEIGHTS_PREFIX)
 
 
 class SafetensorsFile:
     """A safetensors file that is written sequentially and hashed block by block; its header comes last, in room that is kept for it."""
 
-    def __init__(self, file: DirectFile, entries: Mapping[str, Mapping[str, Any]], header_bytes: int) -> None:
-        """``entries``: of all tensors that may be added, by key; ``header_bytes``: the room."""
-        self.file, self.entries, self.header_bytes = file, entries, header_bytes
-        self.written: dict[str, dict[str, Any]] = {}
+    def __init__(self, path: Path, parts: Sequence[Part]) -> None:
+        """Open the file; some of ``parts`` will be added."""
+        end = sum(part.tensor.nbytes for part in parts)
+        longest = self._header([(part, end) for part in parts])
+        self.header_bytes = -(-len(longest) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        self.file = DirectFile(path, self.header_bytes, _copy_without_gil)
+        self.written: list[tuple[Part, int]] = []  # and where it begins behind the header
         self.hasher = BlockHasher(BLOCK_BYTES)
-        self.hasher.n_bytes = header_bytes  # the first block's hash is of its tensors alone until there is a header
+        self.hasher.n_bytes = (
+            self.header_bytes
+        )  # the first block's hash is of its tensors alone until there is a header
 
-    def add(self, key: str, tensor: Tensor) -> None:
-        """Append a tensor."""
-        begin = self.hasher.n_bytes - self.header_bytes
+    @staticmethod
+    def _header(written: Iterable[tuple[Part, int]], n_bytes: int = 0) -> bytes:
+        entries = {
+            part.key: {
+                "dtype": DTYPE_NAMES[part.tensor.dtype],
+                "shape": [*part.tensor.shape],
+                "data_offsets": [begin, begin + part.tensor.nbytes],
+            }
+            for part, begin in written
+        }
+        places = {part.key: (part.name, part.shape, part.chunk.box) for part, _ in written}
+        return build_header(entries, {SLICES_KEY: json.dumps(places)}, n_bytes)
+
+    def add(self, part: Part, tensor: Tensor) -> None:
+        """Append a part, whose elements are ``tensor`` now."""
+        self.written.append((part, self.hasher.n_bytes - self.header_bytes))
         content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-        for piece_begin in range(0, len(content), PIECE_BYTES):
-            piece = content[piece_begin : piece_begin + PIECE_BYTES]
+        for begin in range(0, len(content), PIECE_BYTES):
+            piece = content[begin : begin + PIECE_BYTES]
             self.file.write(piece)
             self.hasher.update(piece)
-        self.written[key] = {**self.entries[key], "data_offsets": [begin, begin + len(content)]}
 
     def finish(self) -> tuple[str, ...]:
         """Write the header, flush the file to the disk, and return the hashes of its blocks.
 
+        The block that the header ends in is read back for its hash, and must be what was written.
+
         Raises:
-            OSError: The disk cannot be written, or returns something else than was written.
+            OSError: The disk cannot be written, or returns something else.
         """
         self.file.flush()
-        header = build_header(self.written, n_bytes=self.header_bytes)
+        header, blocks = self._header(self.written, self.header_bytes), self.hasher.blocks
         first, read_back = BlockHasher(BLOCK_BYTES), hashlib.sha256()
         first.update(header)
-        end = min(
-            self.hasher.n_bytes, -(-self.header_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        )  # of the block that the header ends in
-        offset = self.header_bytes
+        offset, end = self.header_bytes, min(self.hasher.n_bytes, -(-self.header_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         while piece := os.pread(self.file.descriptor, min(PIECE_BYTES, end - offset), offset):
             first.update(piece)
             read_back.update(piece)
             offset += len(piece)
-        # its first block is the rest of the one that the header ends in, unless that ends with the header
-        blocks, is_rest = self.hasher.blocks, offset > self.header_bytes or self.hasher.n_bytes == self.header_bytes
-        if is_rest and read_back.hexdigest() != blocks[0]:
+        is_shared = (
+            end > self.header_bytes or self.hasher.n_bytes == self.header_bytes
+        )  # a block has header and tensors
+        if is_shared and read_back.hexdigest() != blocks[0]:
             raise OSError(errno.EIO, "the disk returned something else than was written to it")
         os.pwrite(self.file.descriptor, header, 0)
         os.fsync(self.file.descriptor)
-        return (*first.blocks, *blocks[is_rest:])
+        return (*first.blocks, *blocks[is_shared:])
 
-
-@contextlib.contextmanager
-def _open_file(path: Path, parts: Sequence[Part]) -> Iterator[SafetensorsFile]:
-    """Open a file to which some of these parts may be added."""
-    end = sum(part.tensor.nbytes for part in parts)
-    entries = {part.key: part.entry for part in parts}
-    longest = build_header({key: {**entry, "data_offsets": [end, end]} for key, entry in entries.items()})
-    header_bytes = -(-len(longest) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-    with contextlib.closing(DirectFile(path, header_bytes, _copy_without_gil)) as file:
-        yield SafetensorsFile(file, entries, header_bytes)
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
 
 
 def write_parts(directory: Path, rank: int, parts: Sequence[Part], snapshot: CopyOnUpdate) -> dict[str, FileDigest]:
@@ -133,24 +150,20 @@ def write_parts(directory: Path, rank: int, parts: Sequence[Part], snapshot: Cop
     """
     directory.stat()  # nothing is created below an unmounted mount point
     snapshot.plan([part.tensor for part in parts])
-    kinds = {
-        "weights": [part for part in parts if part.is_weight],
-        "optimizer": [part for part in parts if not part.is_weight],
-    }
     digests: dict[str, FileDigest] = {}
 
     def write_some(thread: int) -> None:
         with contextlib.ExitStack() as stack:
-            files = {
-                kind: stack.enter_context(_open_file(directory / f"{kind}-{rank}-{thread}.safetensors", of_kind))
-                for kind, of_kind in kinds.items()
-            }
+            files = {}  # by whether weights go into it
+            for is_weight, kind in ((True, "weights"), (False, "optimizer")):
+                may_hold = [part for part in parts if part.is_weight == is_weight]
+                file = SafetensorsFile(directory / f"{kind}-{rank}-{thread}.safetensors", may_hold)
+                files[is_weight] = stack.enter_context(contextlib.closing(file))
             for number, tensor in snapshot.read():
-                part = parts[number]
-                files["weights" if part.is_weight else "optimizer"].add(part.key, tensor)
-            for kind, file in files.items():
+                files[parts[number].is_weight].add(parts[number], tensor)
+            for is_weight, file in files.items():
                 blocks = file.finish()
-                digests[file.file.path.name] = FileDigest(file.hasher.n_bytes, rank, blocks, weights=kind == "weights")
+                digests[file.file.path.name] = FileDigest(file.hasher.n_bytes, rank, blocks, weights=is_weight)
 
     def write_or_abandon(thread: int) -> None:
         try:
@@ -349,7 +362,7 @@ class CheckpointSaver:
         failure, digests = ("", ""), dict[str, FileDigest]()
         try:
             parts = [
-                Part(name + chunk.suffix, tensors[name, chunk.box].detach(), name.startswith(WEIGHTS_PREFIX))
+                Part(name, tuple(state[name].size()), chunk, tensors[name, chunk.box].detach())
                 for name, chunk in self.own_parts
             ]
             digests = write_parts(partial, self.rank.index, parts, snapshot)

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_index import SHAPES, held_by_ranks
 
@@ -60,7 +61,7 @@ def save(path, axes):
     files = {"index.json": hash_file(path / "index.json", 0)}
     for rank in range(axes.world_size):
         parts = [
-            Part(name + chunk.suffix, _cut(tensors[name], chunk.box), name.startswith("model."))
+            Part(name, tensors[name].shape, chunk, _cut(tensors[name], chunk.box))
             for name, chunk in index.parts_of(rank)
         ]
         files |= write_parts(path, rank, parts, Live())
@@ -152,11 +153,19 @@ def _file_with(path, key, rank):
 def _with_file(change):
     def changed(path):
         file = _file_with(path, "model.lm_head.weight", 0)
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
         tensors = load_file(file)
-        change(tensors)
-        save_file(tensors, file)
+        places = json.loads(metadata["llama405b.pieces"])
+        change(tensors, places)
+        save_file(tensors, file, metadata | {"llama405b.pieces": json.dumps(places)})
 
     return changed
+
+
+def _exchange(index):
+    one, other = _layout(index)[:2]
+    one["rank"], other["rank"] = other["rank"], one["rank"]
 
 
 def _swap_files(path):
@@ -167,8 +176,9 @@ def _swap_files(path):
 
 
 def _twice(path):
-    file = next(file for file in path.glob("weights-0-*") if "model.lm_head.weight" not in load_file(file))
-    save_file(load_file(file) | {"model.lm_head.weight": torch.zeros(13, 12)}, file)
+    one = _file_with(path, "model.lm_head.weight", 0)
+    other = next(file for file in path.glob("weights-0-*") if "model.lm_head.weight" not in load_file(file))
+    other.write_bytes(one.read_bytes())
 
 
 def _garble(path):
@@ -192,19 +202,32 @@ def _garble(path):
         ),
         (
             _with_index(lambda index: index["tensors"]["model.lm_head.weight"].update(dtype="I32")),
-            "is not in its files",
+            "is not that of the index",
         ),
         (_with_index(lambda index: index.pop("layouts")), "index.json: object missing required field `layouts`"),
+        (_with_index(_exchange), "part of model.lm_head.weight is not in its files"),
         (
-            _with_file(lambda tensors: tensors.pop("model.lm_head.weight")),
-            "rank 0's part of model.lm_head.weight is not in",
+            _with_file(lambda tensors, _: tensors.pop("model.lm_head.weight")),
+            "rank 0's part of model.lm_head.weight is not",
         ),
         (
-            _with_file(lambda tensors: tensors.update({"model.lm_head.weight": torch.zeros(12, 13)})),
-            "is not in its files",
+            _with_file(lambda _, places: places.pop("model.lm_head.weight")),
+            "its model.lm_head.weight is not that of the index",
         ),
-        (_garble, "its safetensors header cannot be read"),
-        (_twice, "has model.lm_head.weight, as another file of its rank has"),
+        (
+            _with_file(lambda _, places: places["model.lm_head.weight"].__setitem__(1, [51, 12])),
+            "is not that of the index",
+        ),
+        (
+            _with_file(lambda tensors, _: tensors.update({"model.lm_head.weight": torch.zeros(1)})),
+            "header cannot be read",
+        ),
+        (
+            _with_file(lambda tensors, _: tensors.update({"other": torch.zeros(1)})),
+            "its other is not that of the index",
+        ),
+        (_garble, "its header cannot be read"),
+        (_twice, "that another file has"),
         (lambda path: (path / "index.json").write_text("{"), "index.json is not JSON"),
     ],
 )

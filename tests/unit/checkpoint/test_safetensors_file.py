@@ -1,5 +1,6 @@
 """A safetensors file that is written and hashed as it grows: what any reader finds in it, and what a disk does to it."""
 
+import contextlib
 import hashlib
 import os
 import re
@@ -9,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from llama405b.checkpoint import saving
-from llama405b.checkpoint.saving import Part, _open_file
+from llama405b.checkpoint.index import Chunk
+from llama405b.checkpoint.saving import Part, SafetensorsFile
+from llama405b.spec.tensors import full_slice
 
 TENSORS = {
     "a": torch.arange(700.0).view(70, 10),
@@ -21,10 +24,12 @@ TENSORS = {
 
 
 def _written(path, names, between=lambda _: None):
-    parts = [Part(name, tensor, is_weight=True) for name, tensor in TENSORS.items()]
-    with _open_file(path, parts) as file:
+    parts = {
+        name: Part(name, tensor.shape, Chunk(0, full_slice(tensor.shape)), tensor) for name, tensor in TENSORS.items()
+    }
+    with contextlib.closing(SafetensorsFile(path, [*parts.values()])) as file:
         for name in names:
-            file.add(name, TENSORS[name])
+            file.add(parts[name], TENSORS[name])
         between(file)
         return file.finish(), file.hasher.n_bytes
 
