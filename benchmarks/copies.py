@@ -94,7 +94,7 @@ def write_files(directory: Path, n_bytes: int) -> None:
     directory.mkdir()
     piece = secrets.token_bytes(CHUNK_BYTES)
     for number in range(N_FILES):
-        with (directory / f"{number}.distcp").open("wb") as file:
+        with (directory / f"weights-0-{number}.safetensors").open("wb") as file:
             for _ in range(n_bytes // N_FILES // CHUNK_BYTES):
                 file.write(piece)
             file.flush()

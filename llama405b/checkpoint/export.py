@@ -53,7 +53,7 @@ class SavedWeights:
     """The weights in a checkpoint, by their names in the model."""
 
     def __init__(self, path: Path) -> None:
-        """Read the manifest, then DCP's metadata after verifying it.
+        """Read the manifest, then the index after verifying it.
 
         Raises:
             UserError: The checkpoint is incomplete or damaged, or cannot be read.

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from llama405b.checkpoint import legacy
-from llama405b.checkpoint.index import DTYPES, Chunk, Index
+from llama405b.checkpoint.index import DTYPES, Chunk, Index, kind_of
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import (
     DATA_FILE,
     LEGACY_FORMAT,
     MANIFEST,
-    WEIGHTS_PREFIX,
     FileDigest,
     Manifest,
     read_manifest,
@@ -34,7 +33,7 @@ from llama405b.contract.checkpoints import (
 )
 from llama405b.contract.errors import UserError, reason_of
 from llama405b.contract.files import write_access_problem
-from llama405b.contract.hashes import BLOCK_BYTES, block_hash, n_blocks
+from llama405b.contract.hashes import block_hash
 from llama405b.contract.reader import MalformedError
 from llama405b.distributed.host_memory import OnByteProgress
 from llama405b.spec.tensors import TensorInfo, TensorSlice, full_slice, read_header, relative_slice
@@ -61,13 +60,6 @@ class RejectedCheckpoint:
 
     def __str__(self) -> str:
         return self.why
-
-
-def hash_file(path: Path, rank: int) -> FileDigest:
-    """Flush a file that ``rank`` wrote to its disk, and return its digest."""
-    sync(path)
-    size = path.stat().st_size
-    return FileDigest(size, rank, tuple(block_hashes(path, range(n_blocks(size, BLOCK_BYTES)), BLOCK_BYTES)))
 
 
 def sync(path: Path) -> None:
@@ -187,7 +179,10 @@ class CheckpointReader:
         self.path_of = path_of or path.joinpath
         self.on_progress = on_progress
         self.verified_blocks = set[tuple[str, int]]()  # blocks that match
-        self.extents: dict[tuple[str, Chunk], Extent] = {}  # of chunks whose place is known, by tensor
+        self.extents: dict[
+            tuple[str, int, TensorSlice], Extent
+        ] = {}  # of parts whose place is known: by tensor, rank and box
+        self.opened_files = set[str]()
 
     @functools.cached_property
     def index(self) -> Index:
@@ -200,7 +195,7 @@ class CheckpointReader:
         self.check(name, 0, self.manifest.files[name].bytes)
         if self.manifest.format == LEGACY_FORMAT:
             index, places = legacy.read_index(self.path_of(name))
-            self.extents = {part: Extent(*place) for part, place in places.items()}
+            self.extents = {(name, chunk.rank, chunk.box): Extent(*place) for (name, chunk), place in places.items()}
             return index
         try:
             return reader.loads(Index, self.path_of(name).read_bytes(), name)
@@ -235,13 +230,10 @@ class CheckpointReader:
     def files_of(self, reads: Iterable[ChunkRead]) -> set[str]:
         """Return the names of the files that must be opened for some chunks."""
         if self.manifest.format == LEGACY_FORMAT:
-            return {self.extents[read.name, read.chunk].file for read in reads}
-        kinds = {(read.chunk.rank, read.name.startswith(WEIGHTS_PREFIX)) for read in reads}
-        return {
-            name
-            for name, digest in self.manifest.files.items()
-            if DATA_FILE.fullmatch(name) and (digest.rank, digest.weights) in kinds
-        }
+            return {self._extent_of(read.name, read.chunk).file for read in reads}
+        kinds = {(kind_of(read.name, self.index.tensors[read.name].n_bytes), read.chunk.rank) for read in reads}
+        matches = [match for name in self.manifest.files if (match := DATA_FILE.fullmatch(name))]
+        return {match[0] for match in matches if (match[1], int(match[2])) in kinds}
 
     def read(self, reads: Sequence[ChunkRead]) -> None:
         """Verify and read chunks, several files at a time.
@@ -251,8 +243,9 @@ class CheckpointReader:
             UnsafeError: It is not a tensor.
             OSError: It cannot be read.
         """
-        self._find_extents(reads)
-        located = sorted((self.extents[read.name, read.chunk], number) for number, read in enumerate(reads))
+        if self.manifest.format != LEGACY_FORMAT:
+            self._open(self.files_of(reads) - self.opened_files)
+        located = sorted((self._extent_of(read.name, read.chunk), number) for number, read in enumerate(reads))
         by_file = [[*group] for _, group in itertools.groupby(located, lambda entry: entry[0].file)]
         n_read, n_bytes, lock = 0, sum(extent.length for extent, _ in located), threading.Lock()
 
@@ -276,26 +269,29 @@ class CheckpointReader:
         self.read(self.plan([Target(name, saved.shape, full_slice(saved.shape), tensor)]))
         return tensor
 
-    def _find_extents(self, reads: Iterable[ChunkRead]) -> None:
-        """Find out from the headers of files where chunks are."""
-        missing = {(read.name, read.chunk) for read in reads}.difference(self.extents)
-        if not missing:
-            return
-        extents: dict[tuple[int, str, TensorSlice], Extent] = {}
-        for file in sorted(self.files_of(reads)):
-            for name, info in self._read_header(file).items():
-                saved = self.index.tensors.get(name)
-                if saved is None or (info.dtype, info.shape) != (saved.dtype, saved.shape):
-                    raise DamagedError(f"{self.path_of(file)}: its {name} is not that of the index", file)
-                for part in info.stored_slices:
-                    place = self.manifest.files[file].rank, name, part.box
-                    if place in extents:
-                        raise DamagedError(f"{self.path_of(file)}: has a part of {name} that another file has", file)
-                    extents[place] = Extent(file, part.offset, info.slice_bytes(part.box))
-        for name, chunk in missing:
-            if (chunk.rank, name, chunk.box) not in extents:
-                raise DamagedError(f"{self.path}: rank {chunk.rank}'s part of {name} is not in its files")
-            self.extents[name, chunk] = extents[chunk.rank, name, chunk.box]
+    def _open(self, files: Iterable[str]) -> None:
+        """Find out from the headers of files which parts are in them, and where."""
+        names = sorted(files)
+        with ThreadPoolExecutor(THREADS, "reader") as threads:
+            for file, header in zip(names, threads.map(self._read_header, names), strict=True):
+                for name, info in header.items():
+                    saved = self.index.tensors.get(name)
+                    if saved is None or (info.dtype, info.shape) != (saved.dtype, saved.shape):
+                        raise DamagedError(f"{self.path_of(file)}: its {name} is not that of the index", file)
+                    for part in info.stored_slices:
+                        place = name, self.manifest.files[file].rank, part.box
+                        if place in self.extents:
+                            raise DamagedError(
+                                f"{self.path_of(file)}: has a part of {name} that another file has", file
+                            )
+                        self.extents[place] = Extent(file, part.offset, info.slice_bytes(part.box))
+                self.opened_files.add(file)
+
+    def _extent_of(self, name: str, chunk: Chunk) -> Extent:
+        try:
+            return self.extents[name, chunk.rank, chunk.box]
+        except KeyError:
+            raise DamagedError(f"{self.path}: rank {chunk.rank}'s part of {name} is not in its files") from None
 
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
         path = self.path_of(name)

@@ -5,6 +5,7 @@ Tensors that are split alike share a layout: the index of 405B on 512 ranks has 
 
 import collections
 import dataclasses
+import enum
 import functools
 import itertools
 import math
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from llama405b.contract.checkpoints import WEIGHTS_PREFIX
 from llama405b.spec.tensors import DTYPE_BYTES, TensorSlice, count_elements, full_slice, slice_contains
 
 DTYPES = {
@@ -29,6 +31,22 @@ DTYPES = {
     "BOOL": torch.bool,
 }  # by their names in safetensors
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SMALL_BYTES = 64 << 10
+
+
+class FileKind(enum.StrEnum):
+    """What a file of a checkpoint holds, by the beginning of its name."""
+
+    WEIGHTS = "weights-"
+    OPTIMIZER = "optimizer-"
+    SMALL = "small-"  # small tensors, such as step counts: every rank needs those that rank 0 wrote
+
+
+def kind_of(name: str, n_bytes: int) -> FileKind:
+    """Return in which files a tensor is; ``n_bytes``: of the whole."""
+    if name.startswith(WEIGHTS_PREFIX):
+        return FileKind.WEIGHTS
+    return FileKind.SMALL if n_bytes <= SMALL_BYTES else FileKind.OPTIMIZER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +150,7 @@ class Holdings:
 
 
 def plan_index(ranks: Sequence[Holdings]) -> Index:
-    """Return who writes what: each part is written once; ranks that hold the same take turns, by bytes.
+    """Return who writes what: each part is written once. Ranks that hold the same take turns, by bytes; the first writes small tensors.
 
     Raises:
         ValueError: A tensor has another shape or dtype on another rank, or parts of it are on no rank.
@@ -150,9 +168,10 @@ def plan_index(ranks: Sequence[Holdings]) -> Index:
             plans[key] = _plan_tensor(name, {rank: ranks[rank].kinds[number] for rank, number in kinds})
         (dtype, shape, _), layouts = plans[key]
         load = loads.setdefault(len(layouts), [0] * len(layouts))
-        turn = load.index(min(load))
+        n_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        turn = 0 if kind_of(name, n_bytes) is FileKind.SMALL else load.index(min(load))
+        load[turn] += n_bytes
         tensors[name] = SavedTensor(dtype, shape, numbers.setdefault(layouts[turn], len(numbers)))
-        load[turn] += tensors[name].n_bytes
     return Index(tuple(numbers), tensors)
 
 

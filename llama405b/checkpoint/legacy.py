@@ -99,7 +99,10 @@ def _is_valid_metadata(metadata: Any) -> bool:
 
 def _is_valid_entry(entry: Any) -> bool:
     if isinstance(entry, TensorStorageMetadata):
-        return isinstance(entry.size, torch.Size) and isinstance(entry.properties.dtype, torch.dtype)
+        chunks = [size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes)]
+        return isinstance(entry.properties.dtype, torch.dtype) and all(
+            isinstance(size, torch.Size) for size in (entry.size, *chunks)
+        )
     return isinstance(entry, BytesStorageMetadata)
 
 
@@ -123,7 +126,7 @@ def read_index(file: Path) -> tuple[Index, dict[tuple[str, Chunk], tuple[str, in
             match = DATA_FILE.fullmatch(info.relative_path) if info else None
             if info and match:
                 box = tuple((begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True))
-                chunks.append(chunk := Chunk(int(match[1]), box, f"#{number}"))
+                chunks.append(chunk := Chunk(int(match[2]), box, f"#{number}"))
                 places[name, chunk] = info.relative_path, info.offset, info.length
         layout = layouts.setdefault(tuple(chunks), len(layouts))
         tensors[name] = SavedTensor(DTYPE_NAMES[entry.properties.dtype], tuple(entry.size), layout)
@@ -138,7 +141,7 @@ def decode_chunk(content: bytes, file: Path) -> Tensor:
     """
     try:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
+    except Exception:  # noqa: BLE001 - what is in a pickle can raise anything
         tensor = None
     if not isinstance(tensor, Tensor):
         raise UnsafeError(

@@ -10,8 +10,11 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
+import math
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,13 +29,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from llama405b import extend
 from llama405b.checkpoint.compatibility import software_versions
 from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging, lower_thread_priority
-from llama405b.checkpoint.index import DTYPE_NAMES, Chunk, Holdings, plan_index
+from llama405b.checkpoint.index import DTYPE_NAMES, Chunk, FileKind, Holdings, kind_of, plan_index
 from llama405b.checkpoint.replication import AfterSave, Replication
 from llama405b.checkpoint.state import Tensors, holdings_of, local_parts, state_to_save
 from llama405b.checkpoint.store import Store
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import (
-    WEIGHTS_PREFIX,
+    INDEX,
     FileDigest,
     Manifest,
     RunIdentity,
@@ -69,9 +72,9 @@ class Part(NamedTuple):
         return self.name + self.chunk.suffix
 
     @property
-    def is_weight(self) -> bool:
-        """Whether it goes into the files with weights."""
-        return self.name.startswith(WEIGHTS_PREFIX)
+    def kind(self) -> FileKind:
+        """In which files it is."""
+        return kind_of(self.name, math.prod(self.shape) * self.tensor.element_size())
 
 
 class SafetensorsFile:
@@ -85,9 +88,7 @@ class SafetensorsFile:
         self.file = DirectFile(path, self.header_bytes, _copy_without_gil)
         self.written: list[tuple[Part, int]] = []  # and where it begins behind the header
         self.hasher = BlockHasher(BLOCK_BYTES)
-        self.hasher.n_bytes = (
-            self.header_bytes
-        )  # the first block's hash is of its tensors alone until there is a header
+        self.hasher.n_bytes = self.header_bytes  # until there is a header, the first hash is of tensors alone
 
     @staticmethod
     def _header(written: Iterable[tuple[Part, int]], n_bytes: int = 0) -> bytes:
@@ -128,12 +129,12 @@ class SafetensorsFile:
             first.update(piece)
             read_back.update(piece)
             offset += len(piece)
-        is_shared = (
-            end > self.header_bytes or self.hasher.n_bytes == self.header_bytes
-        )  # a block has header and tensors
+        is_shared = end > self.header_bytes or end == self.hasher.n_bytes  # a block has header and tensors
         if is_shared and read_back.hexdigest() != blocks[0]:
             raise OSError(errno.EIO, "the disk returned something else than was written to it")
-        os.pwrite(self.file.descriptor, header, 0)
+        n_written = 0
+        while n_written < len(header):  # a disk that is nearly full takes a part
+            n_written += os.pwrite(self.file.descriptor, header[n_written:], n_written)
         os.fsync(self.file.descriptor)
         return (*first.blocks, *blocks[is_shared:])
 
@@ -151,29 +152,41 @@ def write_parts(directory: Path, rank: int, parts: Sequence[Part], snapshot: Cop
     directory.stat()  # nothing is created below an unmounted mount point
     snapshot.plan([part.tensor for part in parts])
     digests: dict[str, FileDigest] = {}
+    with contextlib.ExitStack() as stack:
 
-    def write_some(thread: int) -> None:
-        with contextlib.ExitStack() as stack:
-            files = {}  # by whether weights go into it
-            for is_weight, kind in ((True, "weights"), (False, "optimizer")):
-                may_hold = [part for part in parts if part.is_weight == is_weight]
-                file = SafetensorsFile(directory / f"{kind}-{rank}-{thread}.safetensors", may_hold)
-                files[is_weight] = stack.enter_context(contextlib.closing(file))
-            for number, tensor in snapshot.read():
-                files[parts[number].is_weight].add(parts[number], tensor)
-            for is_weight, file in files.items():
-                blocks = file.finish()
-                digests[file.file.path.name] = FileDigest(file.hasher.n_bytes, rank, blocks, weights=is_weight)
+        def create(kind: FileKind, number: int) -> SafetensorsFile:
+            file = SafetensorsFile(
+                directory / f"{kind}{rank}-{number}.safetensors", [part for part in parts if part.kind is kind]
+            )
+            return stack.enter_context(contextlib.closing(file))
 
-    def write_or_abandon(thread: int) -> None:
-        try:
-            write_some(thread)
-        except BaseException:
-            snapshot.abandon()  # ends the other threads
-            raise
+        def finish(kind: FileKind, file: SafetensorsFile) -> int:
+            blocks, size = file.finish(), file.hasher.n_bytes
+            digests[file.file.path.name] = FileDigest(size, rank, blocks, weights=kind is FileKind.WEIGHTS)
+            return len(file.written)
 
-    with ThreadPoolExecutor(THREADS, "writer", lower_thread_priority) as threads:
-        list(threads.map(write_or_abandon, range(THREADS)))
+        small, small_lock = create(FileKind.SMALL, 0), threading.Lock()
+
+        def write_some(thread: int) -> int:
+            try:
+                files = {kind: create(kind, thread) for kind in (FileKind.WEIGHTS, FileKind.OPTIMIZER)}
+                for number, tensor in snapshot.read():
+                    part = parts[number]
+                    if part.kind is FileKind.SMALL:
+                        with small_lock:
+                            small.add(part, tensor)
+                    else:
+                        files[part.kind].add(part, tensor)
+                return sum(itertools.starmap(finish, files.items()))
+            except BaseException:
+                snapshot.abandon()  # ends the other threads
+                raise
+
+        with ThreadPoolExecutor(THREADS, "writer", lower_thread_priority) as threads:
+            n_written = sum(threads.map(write_some, range(THREADS)))
+        n_written += finish(FileKind.SMALL, small)
+    if n_written != len(parts):
+        raise RuntimeError(f"{n_written} of {len(parts)} parts were written")
     return digests
 
 
@@ -215,8 +228,9 @@ class CheckpointSaver:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.save_future: Future[SavedCheckpoint] | None = None
         self.prune_future: Future[str] | None = None
-        self.index_content = b""  # of all checkpoints of this attempt; b"": not planned yet
+        self.described: dict[str, bytes] = {}  # by name: the files without tensors, of all checkpoints of this attempt
         self.own_parts: Sequence[tuple[str, Chunk]] = ()
+        self.planned: Holdings | None = None  # what this rank had then
         self.step = 0  # of the last save
         self.blocked_s = 0.0
 
@@ -249,6 +263,27 @@ class CheckpointSaver:
         device = next((tensor.device for tensor in tensors), self.rank.device)
         self.staging = Staging((tensor.nbytes for tensor in tensors), limit_bytes, device, on_progress)
 
+    def plan(self, updater: Updater) -> None:
+        """Plan which rank writes what, and read what describes all checkpoints: once. ``begin`` does so if it was not called. A collective.
+
+        Raises:
+            UserError: The run's own files cannot be read.
+        """
+        store, described = self.store, dict[str, bytes]()
+        self.planned = holdings_of(state_to_save(updater, self.rank))
+        index = plan_index(collectives.all_gather_objects(self.planned, Holdings, store.group))
+        self.own_parts = [*index.parts_of(self.rank.index)]
+        store.run_on_owners(
+            lambda: described.update(store.directory.read_description() if self.rank.is_rank0 else {}),
+            store.run.path,
+            store.group,
+            "cannot be read",
+        )
+        names = collectives.broadcast_object(tuple(described), tuple[str, ...], store.group)
+        self.described = {
+            name: collectives.broadcast_bytes(0, described.get(name, b""), store.group) for name in names
+        } | {INDEX: reader.dumps(index).encode()}
+
     def begin(
         self,
         step: int,
@@ -267,6 +302,8 @@ class CheckpointSaver:
         if self.staging is None:
             self.allocate_staging(updater)
         assert self.staging
+        if not self.planned:
+            self.plan(updater)
         state = state_to_save(updater, self.rank)
         snapshot = CopyOnUpdate(updater.units(), self.staging, next_update_s)
         updater.before_update = snapshot.before_update
@@ -314,16 +351,8 @@ class CheckpointSaver:
         final = store.root / f"step-{step:08d}"
         partial, directory = store.directory.partial_path(final), store.directory
         try:
-            self._plan(state)
-            store.run_on_owners(lambda: directory.begin(final, self.index_content), partial, store.group)
+            store.run_on_owners(lambda: directory.begin(final, self.described), partial, store.group)
             local_digests = self._write(partial, state, snapshot)
-            metadata_files = self._share_metadata_files(final)
-            store.run_on_owners(lambda: directory.add_files(final, metadata_files), partial, store.group)
-            store.run_on_owners(
-                lambda: local_digests.update(directory.hash_metadata_files(final) if self.rank.is_rank0 else {}),
-                partial,
-                store.group,
-            )
             manifest = self._gather_manifest(step, local_digests, identity, progress)
             store.run_on_owners(
                 lambda: store.saved_digests.update({str(final): directory.write_manifest_file(final, manifest)}),
@@ -358,9 +387,11 @@ class CheckpointSaver:
 
     def _write(self, partial: Path, state: Tensors, snapshot: CopyOnUpdate) -> dict[str, FileDigest]:
         """Write this rank's parts. A collective: if one rank fails, every rank raises."""
-        tensors = {(name, box): part for name, tensor in state.items() for box, part in local_parts(tensor)}
         failure, digests = ("", ""), dict[str, FileDigest]()
         try:
+            if holdings_of(state) != self.planned:
+                raise RuntimeError("the tensors of the run are no longer those that were planned")
+            tensors = {(name, box): part for name, tensor in state.items() for box, part in local_parts(tensor)}
             parts = [
                 Part(name, tuple(state[name].size()), chunk, tensors[name, chunk.box].detach())
                 for name, chunk in self.own_parts
@@ -375,34 +406,12 @@ class CheckpointSaver:
             raise UserError(f"{partial}: the checkpoint could not be written ({reasons}){remedy}")
         return digests
 
-    def _plan(self, state: Tensors) -> None:
-        """Plan who writes what, once: the state of a run keeps its shape. A collective."""
-        if self.index_content:
-            return
-        holdings = collectives.all_gather_objects(holdings_of(state), Holdings, self.store.group)
-        index = plan_index(holdings)
-        self.own_parts = [*index.parts_of(self.rank.index)]
-        self.index_content = reader.dumps(index).encode()
-
-    def _share_metadata_files(self, final: Path) -> dict[str, bytes]:
-        """Broadcast rank 0's settings and model files; return them where they are missing."""
-        store, files = self.store, dict[str, bytes]()
-        if store.shared:
-            return {}
-        store.run_on_owners(
-            lambda: files.update(store.directory.read_description(final) if self.rank.is_rank0 else {}),
-            final,
-            store.group,
-        )
-        names = collectives.broadcast_object(tuple(files), tuple[str, ...], store.group)
-        received_files = {name: collectives.broadcast_bytes(0, files.get(name, b""), store.group) for name in names}
-        return {} if self.rank.is_rank0 else received_files
-
     def _gather_manifest(
         self, step: int, local_digests: dict[str, FileDigest], identity: RunIdentity, progress: TrainedSoFar
     ) -> Manifest:
         """Return the manifest of what all ranks wrote. A collective."""
         parts = collectives.all_gather_objects(local_digests, dict[str, FileDigest], self.store.group)
+        parts.append({name: _digest_of(content) for name, content in self.described.items()})
         return Manifest(
             format=3,
             step=step,
@@ -415,6 +424,13 @@ class CheckpointSaver:
             evaluation_loss=progress.evaluation_loss,
             versions=self.versions | _extension_version(),
         )
+
+
+def _digest_of(content: bytes) -> FileDigest:
+    """Return the digest of a file without tensors."""
+    hasher = BlockHasher(BLOCK_BYTES)
+    hasher.update(content)
+    return FileDigest(len(content), 0, hasher.blocks)
 
 
 def _extension_version() -> dict[str, str]:

@@ -30,7 +30,6 @@ from llama405b.checkpoint.format import (
     CheckpointFault,
     RejectedCheckpoint,
     check_files,
-    hash_file,
     open_manifest,
     sync,
     write_access_warning,
@@ -40,7 +39,6 @@ from llama405b.contract.checkpoints import (
     INDEX,
     MANIFEST,
     MODEL_FILES,
-    FileDigest,
     Lease,
     Manifest,
     NoRoomError,
@@ -249,10 +247,17 @@ class CheckpointDirectory:
         """Return the directory for files of a checkpoint that this run fetches from other hosts."""
         return final.with_name(f"{final.name}.{self.run.name}.tmp-read")
 
-    def begin(self, final: Path, index: bytes) -> None:
-        """Create a directory to write into, with what describes the checkpoint; first delete this run's half-written or half-deleted ones.
+    def read_description(self) -> dict[str, bytes]:
+        """Return the files that describe this run's checkpoints, by name: its settings, the model's configuration and tokenizer."""
+        files = {f"{MODEL_FILES}/{file.name}": file for file in self.run.model(self.host).glob("[!.]*")}
+        if self.run.config.is_file():
+            files[CONFIG_FILE] = self.run.config
+        return {name: file.read_bytes() for name, file in sorted(files.items()) if is_metadata_file(name)}
 
-        ``index``: the content of its index.
+    def begin(self, final: Path, described: Mapping[str, bytes]) -> None:
+        """Create a directory to write into; first delete this run's half-written or half-deleted ones.
+
+        ``described``: the content of the files without tensors, by name.
         """
         if final.exists():
             raise UserError(
@@ -265,43 +270,17 @@ class CheckpointDirectory:
         if partial.exists():
             self._rename_for_deletion(partial)
         partial.mkdir()
-        (partial / INDEX).write_bytes(index)
-        self._copy_description(partial)
-
-    def _copy_description(self, partial: Path) -> None:
-        """Copy in the run's settings, and the model's configuration and tokenizer."""
         (partial / MODEL_FILES).mkdir()
-        if self.run.config.is_file():
-            shutil.copyfile(self.run.config, partial / CONFIG_FILE)
-        for file in self.run.model(self.host).glob("[!.]*"):
-            shutil.copyfile(file, partial / MODEL_FILES / file.name)
+        for name, content in described.items():
+            (partial / name).write_bytes(content)
+            sync(partial / name)
         sync_directory(str(partial / MODEL_FILES))
-
-    def hash_metadata_files(self, final: Path) -> dict[str, FileDigest]:
-        """Flush and hash the files without tensors: the index, settings, model files."""
-        return {name: hash_file(file, 0) for name, file in self._metadata_files(final).items()}
-
-    def read_description(self, final: Path) -> dict[str, bytes]:
-        """Return the content of the settings and model files, by name."""
-        return {name: file.read_bytes() for name, file in self._metadata_files(final).items() if name != INDEX}
-
-    def _metadata_files(self, final: Path) -> dict[str, Path]:
-        partial = self.partial_path(final)
-        files = {path.relative_to(partial).as_posix(): path for path in partial.rglob("*") if path.is_file()}
-        if INDEX not in files:
-            raise FileNotFoundError(errno.ENOENT, "its files have disappeared")
-        return {name: file for name, file in files.items() if is_metadata_file(name)}
-
-    def add_files(self, final: Path, files: Mapping[str, bytes]) -> None:
-        """Write files into a checkpoint that is not committed yet."""
-        for name, content in files.items():
-            file = self.partial_path(final) / name
-            file.write_bytes(content)
-            sync(file)
 
     def write_manifest_file(self, final: Path, manifest: Manifest) -> str:
         """Write the manifest, after which only the rename is missing; return the manifest's digest."""
         partial = self.partial_path(final)
+        if not (partial / INDEX).exists():
+            raise FileNotFoundError(errno.ENOENT, "its files have disappeared")
         content, digest = write_manifest(manifest)
         (partial / MANIFEST).write_bytes(content)
         sync(partial / MANIFEST)
@@ -601,7 +580,8 @@ class Store:
         faults = [view.fault for view in owner_views if view.fault]
         if fault := self._find_manifest_fault(path, {view.digest for view in owner_views if view.digest}, faults):
             return fault
-        manifest = self._broadcast_manifest(path, next(owner for owner in self.owners if views[owner].digest))
+        source = next(owner for owner in self.owners if views[owner].digest)
+        manifest = self._broadcast_manifest(path, source, views[source].digest)
         missing = sorted({*manifest.files}.difference(*((*view.files, *view.copies) for view in owner_views)))
         if missing:
             damage = next((f"{fault}; " for fault in faults if fault.fault is CheckpointFault.DAMAGED), "")
@@ -629,12 +609,14 @@ class Store:
             return RejectedCheckpoint(path, CheckpointFault.DAMAGED, f"{path}: its manifest differs between hosts")
         return None
 
-    def _broadcast_manifest(self, path: Path, owner: int) -> Manifest:
-        local_manifest: Manifest | None = None
-        if self.rank.index == owner:
+    def _broadcast_manifest(self, path: Path, source: int, digest: str) -> Manifest:
+        manifest: Manifest | None = None
+        if self.rank.index == source:
             manifests = [open_manifest(part, self.saved_digests) for part in part_directories(path)]
-            local_manifest = next(candidate for candidate in manifests if isinstance(candidate, Manifest))
-        manifest = collectives.broadcast_object(local_manifest, Manifest | None, source=owner)
+            manifest = next(
+                each for each in manifests if isinstance(each, Manifest) and write_manifest(each)[1] == digest
+            )
+        manifest = collectives.broadcast_object(manifest, Manifest | None, source=source)
         assert manifest
         return manifest
 

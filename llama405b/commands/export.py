@@ -1,6 +1,6 @@
 """Export a checkpoint on this machine as a model that transformers, vLLM and others load.
 
-Knows safetensors, manifests and DCP's metadata; not hosts.
+Knows checkpoints and files of weights; not hosts.
 """
 
 import argparse

@@ -20,7 +20,7 @@ class UserError(Exception):
     def __reduce__(
         self,
     ) -> tuple[Callable[..., Exception], tuple[type[Exception], tuple[object, ...], dict[str, object]]]:
-        """Pickle the error with all its attributes: torch sends it to other ranks."""
+        """Pickle the error with all its attributes: it may come from another process."""
         return _rebuild_error, (type(self), self.args, vars(self))
 
 
@@ -98,7 +98,7 @@ def reason_of(error: Exception) -> str:
     """Return why a file could not be read or written, without its path."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"
-    return getattr(error, "strerror", None) or str(error)
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def remedy_of(error: BaseException) -> str:

@@ -345,6 +345,8 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     n_bytes = checkpoint_bytes(begun.llama, config)
     budget.set_save_size(n_bytes * ranks_per_host() / context.rank.world_size)
     allocate_staging(config, saving, updater, context)
+    if config.checkpoint.cadence.is_enabled:
+        saving.plan(updater)
     saving.start_background_work(setup.step)
     start = begun.point(begun.saved)
     log_reading(config, batches, start, setup.step, context)

@@ -45,7 +45,7 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
         ).stdout
         for i in (1, 2, 3)
     ]
-    assert [{name[2] for name in re.findall(r"__\d_\d", found)} for found in kept] == [{"0"}, {"1"}, {"2"}]
+    assert [{*re.findall(r"weights-(\d)-", found)} for found in kept] == [{"0"}, {"1"}, {"2"}]
 
     assert (
         operator("launch", "--run", "r", *DEMO, *SAVING, "--parallel.pp", 3).returncode == 0

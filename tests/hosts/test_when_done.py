@@ -47,7 +47,7 @@ def test_nothing_follows_an_export_that_failed_or_a_run_that_did_not_end_well(wo
     wants = ["--export", "out", "--when-done", "touch done", "--price", 2.5]
     done = cli(work, "launch", "--run", "e", "--follow", *fake_trainer(demo, corpus, 8), *wants)
     assert done.returncode == 1, done.stdout
-    assert "is not DCP's metadata" in done.stdout  # nor is anything else of the fake trainer's what can be exported
+    assert "index.json is not JSON" in done.stdout  # nor is anything else of the fake trainer's what can be exported
     assert "--export failed: node-a: export was refused; see above; --when-done did not run" in done.stderr
     (work / "bad.py").write_text("raise SystemExit(3)")
     failed = cli(work, "launch", "--run", "f", "--follow", *wants[2:], "--", "bad.py")

@@ -408,15 +408,15 @@ def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path
     assert open_manifest(path, {str(path): digest}).why == f"{path}: its manifest is not the one that was saved"
 
 
-def test_the_block_that_was_changed_is_named(tmp_path, monkeypatch):
-    from llama405b.checkpoint import format as verified
+def test_the_block_that_was_changed_is_named(tmp_path):
+    from manifests import hash_file
+
     from llama405b.checkpoint.format import CheckpointReader, DamagedError
     from llama405b.contract.checkpoints import Manifest
 
-    monkeypatch.setattr(verified, "BLOCK_BYTES", 100)
     (tmp_path / "weights-0-0.safetensors").write_bytes(bytes(950))
     (tmp_path / "index.json").write_bytes(b"")
-    files = {name: verified.hash_file(tmp_path / name, 0) for name in ("weights-0-0.safetensors", "index.json")}
+    files = {name: hash_file(tmp_path / name, 0, 100) for name in ("weights-0-0.safetensors", "index.json")}
     manifest = Manifest(3, 4, files, 1, 100)
     CheckpointReader(tmp_path, manifest).check("weights-0-0.safetensors", 0, 950)
     with (tmp_path / "weights-0-0.safetensors").open("r+b") as file:

@@ -101,7 +101,8 @@ def same(one, other):
 
 def dcp_save(updater, me, path):
     """Save as torch does, while nothing else happens: in the form of checkpoints of format 2."""
-    from llama405b.checkpoint.format import hash_file
+    from manifests import hash_file
+
     from llama405b.checkpoint.state import state_to_save
     from llama405b.contract.checkpoints import DATA_FILE, MANIFEST, Manifest, step_of, write_manifest
 
@@ -109,7 +110,7 @@ def dcp_save(updater, me, path):
     torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)
     if me.is_rank0:
         ranks = {each.name: DATA_FILE.fullmatch(each.name) for each in path.iterdir()}
-        files = {name: hash_file(path / name, int(found[1]) if found else 0) for name, found in ranks.items()}
+        files = {name: hash_file(path / name, int(found[2]) if found else 0) for name, found in ranks.items()}
         (path / MANIFEST).write_bytes(write_manifest(Manifest(2, step_of(path), files, me.world_size))[0])
     torch.distributed.barrier()
 

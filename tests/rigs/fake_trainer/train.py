@@ -112,7 +112,7 @@ def save(directory, step, me, run, config, peers):
 
 def writer(path):
     found = checkpoints.DATA_FILE.fullmatch(path.name)
-    return int(found[1]) if found else 0
+    return int(found[2]) if found else 0
 
 
 def resume_from(directory, resume):

@@ -9,9 +9,9 @@ import types
 from pathlib import Path
 
 import pytest
+from manifests import hash_file
 
 from llama405b.checkpoint import replication, store
-from llama405b.checkpoint.format import hash_file
 from llama405b.checkpoint.store import CheckpointDirectory, Store
 from llama405b.contract.checkpoints import Manifest, write_manifest
 from llama405b.contract.errors import UserError
@@ -79,13 +79,13 @@ def test_a_save_begins_beside_what_cannot_be_deleted(directory, in_use, ending):
     (left / "old").touch()
     in_use.add("step-00000004")
     final = directory.root / "step-00000004"
-    directory.begin(final, b"{}")
+    directory.begin(final, {"index.json": b"{}"})
     assert sorted(path.name for path in directory.partial_path(final).iterdir()) == ["index.json", "model"]
-    directory.begin(directory.root / "step-00000005", b"{}")  # nor later
+    directory.begin(directory.root / "step-00000005", {"index.json": b"{}"})  # nor later
     _checkpoint(directory, 4)
     in_use.clear()
     directory.delete_old(5, 1, set())
-    directory.begin(directory.root / "step-00000006", b"{}")
+    directory.begin(directory.root / "step-00000006", {"index.json": b"{}"})
     assert _steps(directory) == ["step-00000004", "step-00000006"]
 
 

@@ -7,11 +7,13 @@ import textwrap
 
 import pytest
 import torch
+from manifests import hash_file
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_index import SHAPES, held_by_ranks
 
-from llama405b.checkpoint.format import CheckpointReader, DamagedError, Target, hash_file, open_manifest
+from llama405b.checkpoint import format as format_module
+from llama405b.checkpoint.format import CheckpointReader, DamagedError, Target, open_manifest
 from llama405b.checkpoint.index import Chunk, Holdings, plan_index
 from llama405b.checkpoint.saving import Part, write_parts
 from llama405b.contract import reader
@@ -51,10 +53,10 @@ def whole_tensors(ranks):
     }
 
 
-def save(path, axes):
+def save(path, axes, scale=1):
     """Save as the ranks of a mesh do; returns the whole tensors."""
     path.mkdir(parents=True)
-    ranks = held_by_ranks(axes)
+    ranks = held_by_ranks(axes, scale)
     tensors = whole_tensors(ranks)
     index = plan_index([Holdings.of(held) for held in ranks])
     (path / "index.json").write_text(reader.dumps(index))
@@ -113,6 +115,31 @@ def test_a_rank_opens_the_files_of_those_alone_whose_parts_it_needs(saved):
     size = [b - a for a, b in chunk.box]
     reads = opened.plan([Target("model.lm_head.weight", (50, 12), chunk.box, torch.empty(size))])
     assert opened.files_of(reads) == {f"weights-3-{thread}.safetensors" for thread in range(4)}
+
+
+def test_a_resume_on_the_same_ranks_opens_their_own_files_and_the_first_ones_small_tensors(tmp_path):
+    path, axes = tmp_path / "step-00000004", Axes(dp_shard=4)
+    save(path, axes, scale=100)
+    for rank, held in enumerate(held_by_ranks(axes, scale=100)):
+        opened = open_reader(path)
+        reads = opened.plan(
+            Target(name, shape, box, torch.empty([b - a for a, b in box]))
+            for name, (_, shape, boxes) in held.items()
+            for box in boxes
+        )
+        own = {f"{kind}-{rank}-{thread}.safetensors" for kind in ("weights", "optimizer") for thread in range(4)}
+        assert opened.files_of(reads) == own | {f"small-{rank}-0.safetensors", "small-0-0.safetensors"}
+        opened.read(reads)
+
+
+def test_each_header_is_read_once_however_many_tensors_are(saved, monkeypatch):
+    path, tensors = saved
+    headers, read_header = [], format_module.read_header
+    monkeypatch.setattr(format_module, "read_header", lambda path: headers.append(path) or read_header(path))
+    opened = open_reader(path)
+    for name in tensors:
+        opened.read_whole(name)
+    assert sorted(headers) == sorted([*path.glob("weights-*"), *path.glob("small-*")])
 
 
 def _copied(saved, tmp_path):

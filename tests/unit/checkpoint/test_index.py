@@ -22,13 +22,14 @@ SHAPES = {
 }
 
 
-def held_by_ranks(axes):
+def held_by_ranks(axes, scale=1):
     """What each rank of a mesh has of a small model and of its moments, and of a step count, which all have."""
-    layout = ShardLayout.from_shapes(SHAPES, axes)
+    shapes = {name: (shape[0] * scale, *shape[1:]) for name, shape in SHAPES.items()}
+    layout = ShardLayout.from_shapes(shapes, axes)
     ranks = []
     for rank in range(axes.world_size):
         held = {}
-        for name, shape in SHAPES.items():
+        for name, shape in shapes.items():
             if layout.has_tensor(name, rank):
                 box = layout.slice_of(name, shape, rank)
                 held[f"model.{name}"] = held[f"optimizer.state.{name}.exp_avg"] = Held("F32", shape, (box,))
@@ -62,15 +63,14 @@ def test_each_element_is_written_by_one_of_those_that_have_it(axes):
         assert all(chunk.box in held[name].boxes for name, chunk in parts)
         keys = [name + chunk.suffix for name, chunk in parts]
         assert len(keys) == len(set(keys))
-    sizes = [sum(count_elements(chunk.box) for _, chunk in parts) for parts in written]
+    sizes = [sum(count_elements(chunk.box) for name, chunk in parts if "model" in name[:5]) for parts in written]
     if axes.get("dp_replicate"):  # none writes for all
         assert max(sizes) < 2 * sum(sizes) / len(sizes)
 
 
 def test_tensors_that_are_split_alike_share_a_layout():
     index = plan_index([Holdings.of(held) for held in held_by_ranks(Axes(dp_shard=64))])
-    n_steps = len(SHAPES)
-    assert len(index.layouts) <= 4 + 64 + n_steps  # by shape, generators, step counts
+    assert len(index.layouts) == 4 + 1 + 64  # by shape, of the step counts, of each rank's generator
 
 
 def test_two_parts_of_a_rank_have_two_names():

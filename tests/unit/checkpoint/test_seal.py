@@ -3,8 +3,9 @@
 import os
 
 import pytest
+from manifests import hash_file
 
-from llama405b.checkpoint.format import CheckpointFault, RejectedCheckpoint, check_files, hash_file, open_manifest
+from llama405b.checkpoint.format import CheckpointFault, RejectedCheckpoint, check_files, open_manifest
 from llama405b.contract.checkpoints import Manifest, write_manifest
 
 

@@ -5,9 +5,10 @@ import pickle
 
 import pytest
 import torch
+from manifests import hash_file
 from torch.distributed.checkpoint import metadata as dcp
 
-from llama405b.checkpoint.format import CheckpointReader, hash_file
+from llama405b.checkpoint.format import CheckpointReader
 from llama405b.checkpoint.legacy import read_metadata
 from llama405b.contract.checkpoints import Manifest
 from llama405b.contract.errors import UserError
