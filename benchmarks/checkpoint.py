@@ -3,9 +3,11 @@
 The schedule is the real one (worker, hooks, saves), on one rank, with a state of real size and a stand-in for the device: each
 unit's forward, backward and update take a fixed time, and no core. Cost is the time of all steps and saves less that of
 the same steps without saves: so it has what blocked and what made steps slower. What the last save takes after the last step
-is reported apart.
+is reported apart. Saves in turn, and loads from a disk whose cache is empty, are compared with torch's DCP.
 """
 
+import dataclasses
+import hashlib
 import os
 import statistics
 import tempfile
@@ -17,19 +19,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from benchmarks.update import UNITS, WIDTH, Case, Trace, stand_in_model
+from llama405b.checkpoint.format import CheckpointReader, Target, open_manifest
+from llama405b.checkpoint.index import Held, Holdings, plan_index
 from llama405b.checkpoint.saving import THREADS, CheckpointSaver, SavedCheckpoint
+from llama405b.checkpoint.state import local_parts, state_to_save
 from llama405b.checkpoint.store import Store
-from llama405b.contract.checkpoints import RunIdentity, TrainedSoFar
+from llama405b.contract import reader
+from llama405b.contract.checkpoints import INDEX, FileDigest, Manifest, RunIdentity, TrainedSoFar, write_manifest
 from llama405b.contract.errors import UserError
+from llama405b.contract.hashes import BLOCK_BYTES
 from llama405b.contract.paths import RunDir
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.offload import HostUpdater, UnitState, UpdateParams
 from llama405b.optim.optimizer import build_optimizer, state_tensors
-from llama405b.settings.schema import Optimizer
+from llama405b.predict.search import find_model_shape
+from llama405b.settings.axes import Axes
+from llama405b.settings.schema import Config, Optimizer
+from llama405b.spec.tensors import ShardLayout
 
 SHARES = (0.5, 4.0)  # of a step: what a save takes
 IDENTITY = RunIdentity("stand-in", "stand-in", 1, 1, "fp32", 0, 0)
@@ -112,6 +123,8 @@ def bench_checkpoint(gb: float, saves: int, directory: Path | None) -> tuple[dic
             training = _Training(n_bytes)
             work = _Saves(training, Path(scratch), me)
             speeds = _speeds(work, Path(scratch), n_bytes, max(3, saves // 6))
+            versus = _against_dcp(work, Path(scratch), n_bytes, max(3, saves // 6))
+            planning = [_planning(world) for world in (64, 512)]
             cases = [_compare(training, work, share, n_bytes / speeds[0], saves) for share in SHARES]
             work.store.close()
         finally:
@@ -119,10 +132,20 @@ def bench_checkpoint(gb: float, saves: int, directory: Path | None) -> tuple[dic
     disk = _disk_of(Path(scratch).parent)
     report = {
         "bytes": n_bytes, "saves": saves, "disk": disk, "bytes_per_s": speeds[0], "plain_bytes_per_s": speeds[1],
-        "write_ratio": speeds[0] / speeds[1], "cases": cases, "torch": torch.__version__,
+        "write_ratio": speeds[0] / speeds[1], "against_dcp": versus, "planning": planning, "cases": cases, "torch": torch.__version__,
     }  # fmt: skip
     ours, plain = (speed / 1e9 for speed in speeds)
     lines = [f"{gb:g} GB on {disk}: {ours:.2f} GB/s, plain writes {plain:.2f} GB/s; ours / plain {ours / plain:.2f}"]
+    for what in ("save", "load"):
+        own_speed, dcp_speed = versus[what]
+        lines.append(
+            f"{what} in turn: {own_speed:.2f} GB/s, torch's DCP {dcp_speed:.2f} GB/s; ours / DCP {own_speed / dcp_speed:.2f}"
+        )
+    lines += [
+        f"rank 0's CPU for 405B on {each['world']} ranks: {each['plan_s']:.2f} s before step 1, {each['save_s']:.3f} s a save; an index of "
+        f"{each['index_bytes'] / 1e6:.1f} MB"
+        for each in planning
+    ]
     lines.append("save / step   beside, a save   in turn, a save   beside / in turn   last wait")
     for case in cases:
         beside, in_turn = (case[way] / saves for way in ("beside_s", "in_turn_s"))
@@ -206,3 +229,84 @@ def _disk_of(directory: Path) -> str:
     place = directory.resolve()
     device, point, kind = max((m for m in mounts if place.is_relative_to(m[1])), key=lambda mount: len(mount[1]))
     return f"{device} ({kind}, {point})"
+
+
+def _against_dcp(work: _Saves, scratch: Path, n_bytes: int, repeat: int) -> dict[str, tuple[float, float]]:
+    """Return the GB/s of saves and of loads, ours and those of torch's DCP, in turns; medians. Ours hash and verify all bytes."""
+    seconds: dict[tuple[str, bool], list[float]] = {
+        (what, own): [] for what in ("save", "load") for own in (True, False)
+    }
+    state = state_to_save(work.training.updater, work.store.rank)
+    for _ in range(repeat):
+        for own in (True, False):
+            began = time.perf_counter()
+            if own:
+                work.begin()
+                path = work.finish().path
+            else:
+                dcp.save(state, checkpoint_id=(path := scratch / "dcp"))
+            seconds["save", own].append(time.perf_counter() - began)
+            _forget(path)
+            began = time.perf_counter()
+            if own:
+                manifest = open_manifest(path, {})
+                assert isinstance(manifest, Manifest)
+                opened = CheckpointReader(path, manifest)
+                targets = [
+                    Target(name, tuple(tensor.size()), box, part)
+                    for name, tensor in state.items()
+                    for box, part in local_parts(tensor)
+                ]
+                opened.read(opened.plan(targets))
+            else:
+                dcp.load(state, checkpoint_id=path)
+            seconds["load", own].append(time.perf_counter() - began)
+    return {
+        what: (
+            n_bytes / 1e9 / statistics.median(seconds[what, True]),
+            n_bytes / 1e9 / statistics.median(seconds[what, False]),
+        )
+        for what in ("save", "load")
+    }
+
+
+def _forget(directory: Path) -> None:
+    """Drop a directory's files from the page cache."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _planning(world: int) -> dict[str, float]:
+    """Return what planning who writes what, and each save's manifest, cost rank 0 with 405B on simulated ranks."""
+    llama = find_model_shape(Config(), "llama3.1-405b")
+    assert llama
+    shapes, axes = llama.tensors(), Axes(world)
+    layout = ShardLayout.from_shapes(shapes, axes)
+    sent = []
+    for rank in range(world):
+        held = {f"rng.{rank}.cpu": Held("U8", (5056,), (((0, 5056),),))}
+        for name, shape in shapes.items():
+            part = Held("F32", shape, (layout.slice_of(name, shape, rank),))
+            moments = {f"optimizer.state.{name}.{kind}": part for kind in ("exp_avg", "exp_avg_sq")}
+            held |= {f"model.{name}": part, f"optimizer.state.{name}.step": Held("F32", (), ((),)), **moments}
+        sent.append(reader.dumps(Holdings.of(held)))
+    began = time.process_time()
+    index = reader.dumps(plan_index([reader.loads(Holdings, text, "a rank's") for text in sent]))
+    plan_s = time.process_time() - began
+    n_files = 2 * THREADS + 1
+    n_blocks = -(-BYTES_PER_PARAMETER * llama.parameters // world // n_files // BLOCK_BYTES)
+    digest = FileDigest(n_blocks * BLOCK_BYTES, 0, (hashlib.sha256().hexdigest(),) * n_blocks)
+    digests = [
+        reader.dumps(
+            {f"weights-{rank}-{n}.safetensors": dataclasses.replace(digest, rank=rank) for n in range(n_files)}
+        )
+        for rank in range(world)
+    ]
+    began = time.process_time()
+    parts = [reader.loads(dict[str, FileDigest], text, "a rank's") for text in digests]
+    files = {name: each for part in parts for name, each in part.items()} | {INDEX: FileDigest(0, 0, digest.blocks[:1])}
+    write_manifest(Manifest(3, 1, files, world))
+    return {"world": world, "plan_s": plan_s, "save_s": time.process_time() - began, "index_bytes": len(index)}

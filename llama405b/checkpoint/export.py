@@ -8,7 +8,6 @@ model's shape.
 
 import functools
 import hashlib
-import math
 import os
 import pickle
 import re
@@ -36,7 +35,6 @@ from llama405b.spec import models
 from llama405b.spec.adapters import LORA_A, LORA_B, PEFT_PREFIX, is_lora_name
 from llama405b.spec.models import IGNORED_TENSOR
 from llama405b.spec.tensors import (
-    DTYPE_BYTES,
     LAYER_PICKLE_FILE,
     PICKLED_FILE,
     PICKLED_INDEX_FILE,
@@ -252,12 +250,6 @@ def write_tensors(
     """
     partial = partial_file(path)
     digest = hashlib.sha256()
-    begin = 0
-    entries: dict[str, object] = {}
-    for name, shape in shapes.items():
-        end = begin + math.prod(shape) * DTYPE_BYTES[DTYPE_NAMES[dtype]]
-        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-        begin = end
     try:
         with partial.open("wb") as file:
 
@@ -265,7 +257,7 @@ def write_tensors(
                 digest.update(content)
                 file.write(content)
 
-            write_chunk(build_header(entries))
+            write_chunk(build_header({name: (DTYPE_NAMES[dtype], shape) for name, shape in shapes.items()}))
             for name in shapes:
                 write_chunk(memoryview(read(name).to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
             # on the disk before the rename: a crash leaves no damaged file under the final name

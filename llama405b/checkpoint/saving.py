@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import hashlib
 import itertools
-import json
 import math
 import os
 import threading
@@ -47,7 +46,7 @@ from llama405b.contract.hashes import BLOCK_BYTES, DIRECT_ALIGNMENT, BlockHasher
 from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import OnByteProgress, free_bytes
 from llama405b.optim.updater import Updater
-from llama405b.spec.tensors import SLICES_KEY, build_header
+from llama405b.spec.tensors import TensorPart, build_parts_header
 
 THREADS = 4  # per rank; hashing and writing release the GIL
 PIECE_BYTES = 1 << 20  # small enough to be hashed while it is in the CPU's cache
@@ -82,30 +81,27 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, parts: Sequence[Part]) -> None:
         """Open the file; some of ``parts`` will be added."""
-        end = sum(part.tensor.nbytes for part in parts)
-        longest = self._header([(part, end) for part in parts])
-        self.header_bytes = -(-len(longest) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        offset_digits = (
+            2 * len(parts) * len(str(sum(part.tensor.nbytes for part in parts)))
+        )  # in whatever order they come
+        longest = len(self._header(parts)) + offset_digits
+        self.header_bytes = -(-longest // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
         self.file = DirectFile(path, self.header_bytes, _copy_without_gil)
-        self.written: list[tuple[Part, int]] = []  # and where it begins behind the header
+        self.written: list[Part] = []
         self.hasher = BlockHasher(BLOCK_BYTES)
         self.hasher.n_bytes = self.header_bytes  # until there is a header, the first hash is of tensors alone
 
     @staticmethod
-    def _header(written: Iterable[tuple[Part, int]], n_bytes: int = 0) -> bytes:
+    def _header(parts: Iterable[Part], n_bytes: int = 0) -> bytes:
         entries = {
-            part.key: {
-                "dtype": DTYPE_NAMES[part.tensor.dtype],
-                "shape": [*part.tensor.shape],
-                "data_offsets": [begin, begin + part.tensor.nbytes],
-            }
-            for part, begin in written
+            part.key: TensorPart(DTYPE_NAMES[part.tensor.dtype], part.name, part.shape, part.chunk.box)
+            for part in parts
         }
-        places = {part.key: (part.name, part.shape, part.chunk.box) for part, _ in written}
-        return build_header(entries, {SLICES_KEY: json.dumps(places)}, n_bytes)
+        return build_parts_header(entries, n_bytes=n_bytes)
 
     def add(self, part: Part, tensor: Tensor) -> None:
         """Append a part, whose elements are ``tensor`` now."""
-        self.written.append((part, self.hasher.n_bytes - self.header_bytes))
+        self.written.append(part)
         content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
         for begin in range(0, len(content), PIECE_BYTES):
             piece = content[begin : begin + PIECE_BYTES]

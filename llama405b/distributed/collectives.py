@@ -113,7 +113,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 
     Raises:
         UserError: This rank raised it.
-        FollowedError: Another rank raised it.
+        PeerFailedError: Another rank raised it.
     """
     error = ""
     try:

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama405b.contract.errors import UserError, and_more
 from llama405b.settings.axes import SHARD_AXES, Axes
@@ -412,28 +412,50 @@ def cut_host_shard(
 
     ``boxes``: what the part has of each tensor, see ``HostShard.slices``. ``source_fingerprint``: the fingerprint of the checkpoint.
     """
-    entries: dict[str, object] = {}
-    pieces: dict[str, tuple[str, tuple[int, ...], TensorSlice]] = {}
+    parts: dict[str, TensorPart] = {}
     ranges: list[tuple[int, int]] = []
-    begin = 0
     for name, info in sorted(header.items(), key=lambda item: item[1].offset):
         for number, box in enumerate(boxes.get(name, ())):
-            entry = f"{name}#{number}" if number else name
-            size, element_bytes = info.slice_bytes(box), DTYPE_BYTES[info.dtype]
-            shape = tuple(stop - start for start, stop in box)
-            entries[entry] = {"dtype": info.dtype, "shape": shape, "data_offsets": (begin, begin + size)}
-            pieces[entry] = name, info.shape, box
+            parts[f"{name}#{number}" if number else name] = TensorPart(info.dtype, name, info.shape, box)
+            element_bytes = DTYPE_BYTES[info.dtype]
             ranges += [
-                (info.offset + begin_element * element_bytes, length * element_bytes)
-                for begin_element, length in contiguous_runs(info.shape, box)
+                (info.offset + begin * element_bytes, length * element_bytes)
+                for begin, length in contiguous_runs(info.shape, box)
             ]
-            begin += size
-    return build_header(entries, {SLICES_KEY: json.dumps(pieces), FINGERPRINT_KEY: source_fingerprint}), ranges
+    return build_parts_header(parts, {FINGERPRINT_KEY: source_fingerprint}), ranges
 
 
-def build_header(entries: Mapping[str, object], metadata: Mapping[str, str] | None = None, n_bytes: int = 0) -> bytes:
-    """Return what a safetensors file begins with; ``metadata``: its metadata; ``n_bytes``: the length to fill with spaces, if any."""
-    text = json.dumps({"__metadata__": {"format": "pt", **(metadata or {})}, **entries}, separators=(",", ":")).encode()
+class TensorPart(NamedTuple):
+    """What a file says of a part of a tensor."""
+
+    dtype: str
+    name: str  # of the tensor
+    shape: Sequence[int]  # of the whole tensor
+    box: TensorSlice
+
+
+def build_parts_header(
+    parts: Mapping[str, TensorPart], metadata: Mapping[str, str] | None = None, n_bytes: int = 0
+) -> bytes:
+    """Return what a file of parts of tensors begins with, by their keys in the file; see ``build_header``."""
+    tensors = {key: (part.dtype, [stop - start for start, stop in part.box]) for key, part in parts.items()}
+    places = {key: (part.name, part.shape, part.box) for key, part in parts.items()}
+    return build_header(tensors, {SLICES_KEY: json.dumps(places), **(metadata or {})}, n_bytes)
+
+
+def build_header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None, n_bytes: int = 0
+) -> bytes:
+    """Return what a safetensors file with these tensors (dtype and shape), in this order, begins with.
+
+    ``metadata``: its metadata; ``n_bytes``: the length to fill with spaces, if any.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     text = text.ljust(n_bytes - 8)
     return len(text).to_bytes(8, "little") + text

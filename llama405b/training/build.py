@@ -74,7 +74,7 @@ def resolve_config(config: Config, preset: str, rank: Rank) -> Config:
 
     Raises:
         UserError: The model's shape is unknown, or the model cannot be split this way.
-        FollowedError: Rank 0 raised that error.
+        PeerFailedError: Rank 0 raised that error.
     """
     if not config.auto_setting:
         return config

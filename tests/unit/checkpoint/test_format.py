@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import random
 import re
+import shutil
 import textwrap
 
 import pytest
@@ -13,7 +15,14 @@ from safetensors.torch import load_file, save_file
 from test_index import SHAPES, held_by_ranks
 
 from llama405b.checkpoint import format as format_module
-from llama405b.checkpoint.format import CheckpointReader, DamagedError, Target, open_manifest
+from llama405b.checkpoint.format import (
+    CheckpointReader,
+    DamagedError,
+    RejectedCheckpoint,
+    Target,
+    check_files,
+    open_manifest,
+)
 from llama405b.checkpoint.index import Chunk, Holdings, plan_index
 from llama405b.checkpoint.saving import Part, write_parts
 from llama405b.contract import reader
@@ -144,7 +153,7 @@ def test_each_header_is_read_once_however_many_tensors_are(saved, monkeypatch):
 
 def _copied(saved, tmp_path):
     path = tmp_path / saved[0].name
-    path.mkdir()
+    path.mkdir(parents=True)
     for file in saved[0].iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     return path
@@ -306,3 +315,58 @@ def test_a_chunk_has_one_place_by_file_and_name(saved):
     index = json.loads((path / "index.json").read_text())
     assert {tuple(sorted(entry)) for layout in index["layouts"] for entry in layout} == {("box", "rank")}
     assert Chunk(0, ((0, 1),)).suffix == ""
+
+
+def _spoil(path, chosen):
+    """Do one thing at random to a checkpoint's files; returns what."""
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    file, other = chosen.sample(files, 2)
+    content = file.read_bytes()
+    at = chosen.randrange(len(content))
+    match chosen.choice(("bit", "zeros", "shorter", "longer", "gone", "swapped", "another's")):
+        case "bit":
+            file.write_bytes(content[:at] + bytes([content[at] ^ 1 << chosen.randrange(8)]) + content[at + 1 :])
+        case "zeros":
+            end = at + chosen.randrange(1, 5000)
+            file.write_bytes(content[:at] + bytes(len(content[at:end])) + content[end:])
+        case "shorter":
+            file.write_bytes(content[:at])
+        case "longer":
+            file.write_bytes(content + b"x")
+        case "gone":
+            file.unlink()
+        case "swapped":
+            file.write_bytes(other.read_bytes())
+            other.write_bytes(content)
+        case _:
+            file.write_bytes(other.read_bytes())
+
+
+def _load(path):
+    """All tensors, or why a resume does not use the checkpoint."""
+    manifest = open_manifest(path, {})
+    if isinstance(manifest, RejectedCheckpoint):
+        return str(manifest)
+    if fault := check_files(path, manifest)[1]:
+        return str(fault)
+    try:
+        opened = open_reader(path)
+        return {name: opened.read_whole(name) for name in opened.index.tensors}
+    except DamagedError as error:
+        return str(error)
+
+
+def test_of_200_corruptions_each_is_noticed_or_changes_nothing(saved, tmp_path):
+    chosen, n_refused = random.Random(0), 0
+    for number in range(200):
+        path = _copied(saved, tmp_path / f"{number}")
+        _spoil(path, chosen)
+        found = _load(path)
+        if isinstance(found, str):
+            n_refused += 1
+            assert str(path) in found
+        else:  # zeros where there were some, or a file for its equal
+            assert found.keys() == saved[1].keys()
+            assert all(torch.equal(tensor, saved[1][name]) for name, tensor in found.items())
+        shutil.rmtree(path)
+    assert n_refused > 100
