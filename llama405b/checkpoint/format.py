@@ -179,9 +179,7 @@ class CheckpointReader:
         self.path_of = path_of or path.joinpath
         self.on_progress = on_progress
         self.verified_blocks = set[tuple[str, int]]()  # blocks that match
-        self.extents: dict[
-            tuple[str, int, TensorSlice], Extent
-        ] = {}  # of parts whose place is known: by tensor, rank and box
+        self.extents: dict[tuple[str, int, TensorSlice], Extent] = {}  # where parts are: by tensor, rank and box
         self.opened_files = set[str]()
 
     @functools.cached_property
