@@ -234,7 +234,8 @@ def restore(
                 for name, tensor in tensors.items()
                 for box, part in local_parts(tensor)
             )
-        fetch(reader.files_of(reads))
+            files = reader.files_of(reads)
+        fetch(files)
         with _failures_on_all_ranks():
             reader.read(reads)
 
