@@ -151,6 +151,15 @@ def test_on_the_screen_a_command_is_ended_by_its_limit_by_x_or_left(monkeypatch)
     Screen(monkeypatch, STUBBORN).run(acts)
 
 
+def test_a_tick_as_the_screen_is_taken_down_draws_on(monkeypatch):
+    async def acts(screen, pilot):
+        await screen.top.canvas.remove()  # as textual does at the end
+        screen.top.draw_at = 0.0
+        screen.top.tick()
+
+    Screen(monkeypatch, STUBBORN).run(acts)
+
+
 def test_q_never_hangs_on_a_command(monkeypatch):
     screen = Screen(monkeypatch, STUBBORN)
 

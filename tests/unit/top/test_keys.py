@@ -438,7 +438,7 @@ def test_a_key_draws_once(monkeypatch):
     monkeypatch.setattr(panels, "draw_screen", lambda *_: drawn.append(1) or [])
     screen = types.SimpleNamespace(
         session=types.SimpleNamespace(trends=Trends()), ui=Ui(), shown_view=lambda: (app.EMPTY_VIEW, []), size=SIZE_OF,
-        query_one=lambda _: types.SimpleNamespace(show_lines=lambda *_: None), text_console=None, commands={},
+        canvas=types.SimpleNamespace(show_lines=lambda *_: None), text_console=None, commands={},
         saved_choices=remembered.current_choices(Ui()),
     )  # fmt: skip
     contexts = []

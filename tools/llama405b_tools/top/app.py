@@ -196,6 +196,7 @@ class TopApp(App[int]):
         self.past_view: tuple[float, ClusterView] | None = None  # the selected past moment and its view
         self.context = panels.render_context(self.view, session.trends, self.ui, self.logs)  # of what is shown
         self.draw_at = 0.0  # when to draw again
+        self.canvas = Canvas()  # a tick may still draw on it once the screen has been taken down
         self.files = {file: _modified_at(file) for file in files}
         self.hosts_file = next(iter(files), "")
         self.saved_choices = remembered.current_choices(self.ui)
@@ -218,7 +219,7 @@ class TopApp(App[int]):
 
     def compose(self) -> ComposeResult:
         """Yield the one widget that fills the screen."""
-        yield Canvas()
+        yield self.canvas
 
     def on_mount(self) -> None:
         """Start sampling and drawing."""
@@ -264,7 +265,7 @@ class TopApp(App[int]):
         view, logs = self.shown_view()
         self.context = panels.render_context(view, self.session.trends, self.ui, logs)
         lines = panels.draw_screen(self.context, size.width, size.height)
-        self.query_one(Canvas).show_lines(lines, self.text_console)
+        self.canvas.show_lines(lines, self.text_console)
 
     def shown_view(self) -> tuple[ClusterView, list[LogLine]]:
         """Return the view and the log lines of the selected moment."""
