@@ -8,8 +8,6 @@ an export need not fetch the rest from other hosts.
 
 import contextlib
 import dataclasses
-import errno
-import hashlib
 import itertools
 import math
 import os
@@ -81,15 +79,14 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, parts: Sequence[Part]) -> None:
         """Open the file; some of ``parts`` will be added."""
-        offset_digits = (
-            2 * len(parts) * len(str(sum(part.tensor.nbytes for part in parts)))
-        )  # in whatever order they come
-        longest = len(self._header(parts)) + offset_digits
+        n_bytes = sum(part.tensor.nbytes for part in parts)
+        longest = len(self._header(parts)) + 2 * len(parts) * len(str(n_bytes))  # in whatever order they come
         self.header_bytes = -(-longest // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
         self.file = DirectFile(path, self.header_bytes, _copy_without_gil)
         self.written: list[Part] = []
-        self.hasher = BlockHasher(BLOCK_BYTES)
-        self.hasher.n_bytes = self.header_bytes  # until there is a header, the first hash is of tensors alone
+        # tensors in the block that the header ends in, which are hashed after it
+        self.first, self.n_first = memoryview(bytearray(min(n_bytes, -self.header_bytes % BLOCK_BYTES))), 0
+        self.hasher = BlockHasher(BLOCK_BYTES)  # of all other tensors
 
     @staticmethod
     def _header(parts: Iterable[Part], n_bytes: int = 0) -> bytes:
@@ -106,33 +103,27 @@ class SafetensorsFile:
         for begin in range(0, len(content), PIECE_BYTES):
             piece = content[begin : begin + PIECE_BYTES]
             self.file.write(piece)
-            self.hasher.update(piece)
+            room = self.first[self.n_first : self.n_first + len(piece)]
+            _copy_without_gil(room, piece[: len(room)])
+            self.n_first += len(room)
+            self.hasher.update(piece[len(room) :])
 
-    def finish(self) -> tuple[str, ...]:
-        """Write the header, flush the file to the disk, and return the hashes of its blocks.
-
-        The block that the header ends in is read back for its hash, and must be what was written.
+    def finish(self) -> FileDigest:
+        """Write the header, flush the file to the disk, and return its digest, as if rank 0 had written it.
 
         Raises:
-            OSError: The disk cannot be written, or returns something else.
+            OSError: The disk is full, or cannot be written.
         """
         self.file.flush()
-        header, blocks = self._header(self.written, self.header_bytes), self.hasher.blocks
-        first, read_back = BlockHasher(BLOCK_BYTES), hashlib.sha256()
-        first.update(header)
-        offset, end = self.header_bytes, min(self.hasher.n_bytes, -(-self.header_bytes // BLOCK_BYTES) * BLOCK_BYTES)
-        while piece := os.pread(self.file.descriptor, min(PIECE_BYTES, end - offset), offset):
-            first.update(piece)
-            read_back.update(piece)
-            offset += len(piece)
-        is_shared = end > self.header_bytes or end == self.hasher.n_bytes  # a block has header and tensors
-        if is_shared and read_back.hexdigest() != blocks[0]:
-            raise OSError(errno.EIO, "the disk returned something else than was written to it")
-        n_written = 0
+        header, n_written = self._header(self.written, self.header_bytes), 0
         while n_written < len(header):  # a disk that is nearly full takes a part
             n_written += os.pwrite(self.file.descriptor, header[n_written:], n_written)
         os.fsync(self.file.descriptor)
-        return (*first.blocks, *blocks[is_shared:])
+        first = BlockHasher(BLOCK_BYTES)
+        first.update(header)
+        first.update(self.first[: self.n_first])
+        blocks = (*first.blocks, *(self.hasher.blocks if self.hasher.n_bytes else ()))
+        return FileDigest(first.n_bytes + self.hasher.n_bytes, 0, blocks)
 
     def close(self) -> None:
         """Close the file."""
@@ -157,8 +148,8 @@ def write_parts(directory: Path, rank: int, parts: Sequence[Part], snapshot: Cop
             return stack.enter_context(contextlib.closing(file))
 
         def finish(kind: FileKind, file: SafetensorsFile) -> int:
-            blocks, size = file.finish(), file.hasher.n_bytes
-            digests[file.file.path.name] = FileDigest(size, rank, blocks, weights=kind is FileKind.WEIGHTS)
+            digest = dataclasses.replace(file.finish(), rank=rank, weights=kind is FileKind.WEIGHTS)
+            digests[file.file.path.name] = digest
             return len(file.written)
 
         small, small_lock = create(FileKind.SMALL, 0), threading.Lock()
