@@ -9,7 +9,7 @@ import pytest
 from ops_rig import wait_for
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
-SEED, KILLS, STEPS = 20261122, 20, 300
+SEED, KILLS, STEPS = 20261122, 20, 400  # more than are taken between the kills
 FLAGS = [
     "--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64",
     "--training.max_steps", STEPS, "--checkpoint.every", 4, "--checkpoint.storage", "local",
@@ -43,8 +43,11 @@ def test_a_run_survives_twenty_random_kills(hosts, operator, capsys):
         found = re.search(r"copied to the next host: step (\d+)", operator("status", "--run", "soak").stdout)
         return int(found[1]) if found else 0
 
+    def said():
+        return f"{story} {operator('status', '--run', 'soak').stdout}"
+
     def pass_on(step):
-        wait_for(lambda: copied() > step, 90, lambda: f"{story} {operator('status', '--run', 'soak').stdout}")
+        wait_for(lambda: copied() > step, 90, said)
 
     for number in range(KILLS):
         more = ["--resume", "auto"] if number else []
@@ -57,9 +60,10 @@ def test_a_run_survives_twenty_random_kills(hosts, operator, capsys):
         if kind == "what copies":  # which is started again, and training goes on
             pass_on(copied())
             hosts.exec(i, "pkill", "-9", "-f", "llama405b.train", check=False)
-        wait_for(lambda: operator("status", "--run", "soak").returncode == 1, 90)
+        story.append(f"{kind} of node-{i}")
+        wait_for(lambda: operator("status", "--run", "soak").returncode == 1, 90, said)
         operator("stop", "--run", "soak", "--grace", "0")
-        story.append(f"{kind} of node-{i} after step {copied()}")
+        story[-1] += f" after step {copied()}"
     last = operator("launch", "--run", "soak", "--resume", "auto", "--follow", *FLAGS, timeout=900)
     assert last.returncode == 0, (story, last.stderr)
     rest = _losses(last)
