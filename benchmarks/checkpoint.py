@@ -23,10 +23,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from benchmarks.update import UNITS, WIDTH, Case, Trace, stand_in_model
-from llama405b.checkpoint.format import CheckpointReader, Target, open_manifest
+from llama405b.checkpoint.format import CheckpointReader, open_manifest
 from llama405b.checkpoint.index import Held, Holdings, plan_index
+from llama405b.checkpoint.resume import targets_of
 from llama405b.checkpoint.saving import THREADS, CheckpointSaver, SavedCheckpoint
-from llama405b.checkpoint.state import local_parts, state_to_save
+from llama405b.checkpoint.state import state_to_save
 from llama405b.checkpoint.store import Store
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import INDEX, FileDigest, Manifest, RunIdentity, TrainedSoFar, write_manifest
@@ -252,12 +253,7 @@ def _against_dcp(work: _Saves, scratch: Path, n_bytes: int, repeat: int) -> dict
                 manifest = open_manifest(path, {})
                 assert isinstance(manifest, Manifest)
                 opened = CheckpointReader(path, manifest)
-                targets = [
-                    Target(name, tuple(tensor.size()), box, part)
-                    for name, tensor in state.items()
-                    for box, part in local_parts(tensor)
-                ]
-                opened.read(opened.plan(targets))
+                opened.read(opened.plan(targets_of(state)))
             else:
                 dcp.load(state, checkpoint_id=path)
             seconds["load", own].append(time.perf_counter() - began)

@@ -211,9 +211,13 @@ class CheckpointReader:
         for name, shape, target_box, tensor in targets:
             saved = self.index.tensors.get(name)
             if saved is None:
-                raise UserError(f"{self.path}: does not hold {name}; it is of another model or optimizer")
+                raise UserError(
+                    f"{self.path}: does not hold {name}; it is of another model or optimizer: use a checkpoint of this one"
+                )
             if saved.shape != shape:
-                raise UserError(f"{self.path}: {name} is {[*saved.shape]} there, but {[*shape]} here")
+                raise UserError(
+                    f"{self.path}: {name} is {[*saved.shape]} there, but {[*shape]} here; use a checkpoint of this model"
+                )
             if not self.index.is_covered(name):
                 raise DamagedError(
                     f"{self.path}: its parts of {name} are not the whole tensor", self.manifest.index_file
@@ -313,9 +317,13 @@ class CheckpointReader:
                 if not (n_bytes := file.readinto(memory)):
                     raise DamagedError(f"{path}: shrank while it was being read", extent.file)
                 memory = memory[n_bytes:]
-        if self.manifest.format == LEGACY_FORMAT:
-            return legacy.decode_chunk(content.numpy().tobytes(), path)
-        return content.view(DTYPES[dtype]).view([stop - start for start, stop in chunk.box])
+        shape = [stop - start for start, stop in chunk.box]
+        if self.manifest.format != LEGACY_FORMAT:
+            return content.view(DTYPES[dtype]).view(shape)
+        tensor = legacy.decode_chunk(content.numpy().tobytes(), path)
+        if [*tensor.shape] != shape:  # a smaller one would be spread over the part
+            raise DamagedError(f"{path}: has {[*tensor.shape]} where {shape} should be", extent.file)
+        return tensor
 
     def check(self, name: str, offset: int, length: int) -> None:
         """Compare the blocks of a range of a file with the manifest; each block is read once."""

@@ -1,6 +1,6 @@
 """Describe which tensors a checkpoint holds, and which rank holds which part of each. Knows places; not files, groups or times.
 
-Tensors that are split alike share a layout: the index of 405B on 512 ranks has a dozen.
+Tensors that are split alike share a layout: 405B has a few, and one for each rank's random generators.
 """
 
 import collections
@@ -39,7 +39,7 @@ class FileKind(enum.StrEnum):
 
     WEIGHTS = "weights-"
     OPTIMIZER = "optimizer-"
-    SMALL = "small-"  # small tensors, such as step counts: every rank needs those that rank 0 wrote
+    SMALL = "small-"  # such as step counts, of which every rank needs all: the first that has one writes it
 
 
 def kind_of(name: str, n_bytes: int) -> FileKind:

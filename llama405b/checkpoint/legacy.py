@@ -145,6 +145,6 @@ def decode_chunk(content: bytes, file: Path) -> Tensor:
         tensor = None
     if not isinstance(tensor, Tensor):
         raise UnsafeError(
-            f"{file}: not all of it is tensors, and it could run commands as you; do not use this checkpoint"
+            f"{file}: holds something that is not a tensor and could run commands as you; do not use this checkpoint"
         )
     return tensor

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llama405b.checkpoint.format import CheckpointFault, CheckpointReader, DamagedError, RejectedCheckpoint, Target
-from llama405b.checkpoint.state import local_parts, state_to_load
+from llama405b.checkpoint.state import Tensors, local_parts, state_to_load
 from llama405b.checkpoint.store import CheckpointView, Store, part_directories
 from llama405b.contract.checkpoints import DATA_FILE, named_path, refuse_existing, step_of
 from llama405b.contract.disk import disk_free_bytes
@@ -211,6 +211,13 @@ def _failures_on_all_ranks() -> Iterator[None]:
         raise LoadError(failed)
 
 
+def targets_of(tensors: Tensors) -> Iterator[Target]:
+    """Yield what must be read to fill this rank's parts of tensors."""
+    for name, tensor in tensors.items():
+        for box, part in local_parts(tensor):
+            yield Target(name, tuple(tensor.size()), box, part)
+
+
 def restore(
     reader: CheckpointReader,
     model: torch.nn.Module,
@@ -229,11 +236,7 @@ def restore(
         names = reader.index.tensors
     with state_to_load(model, updater, rank, names, weights_only=weights_only) as tensors:
         with _failures_on_all_ranks():
-            reads = reader.plan(
-                Target(name, tuple(tensor.size()), box, part)
-                for name, tensor in tensors.items()
-                for box, part in local_parts(tensor)
-            )
+            reads = reader.plan(targets_of(tensors))
             files = reader.files_of(reads)
         fetch(files)
         with _failures_on_all_ranks():

@@ -216,6 +216,7 @@ class CheckpointSaver:
         self.save_future: Future[SavedCheckpoint] | None = None
         self.prune_future: Future[str] | None = None
         self.described: dict[str, bytes] = {}  # by name: the files without tensors, of all checkpoints of this attempt
+        self.described_digests: dict[str, FileDigest] = {}
         self.own_parts: Sequence[tuple[str, Chunk]] = ()
         self.planned: Holdings | None = None  # what this rank had then
         self.step = 0  # of the last save
@@ -257,7 +258,8 @@ class CheckpointSaver:
             UserError: The run's own files cannot be read.
         """
         store, described = self.store, dict[str, bytes]()
-        self.planned = holdings_of(state_to_save(updater, self.rank))
+        state = state_to_save(updater, self.rank)
+        self.planned = holdings_of(state, {name: local_parts(tensor) for name, tensor in state.items()})
         index = plan_index(collectives.all_gather_objects(self.planned, Holdings, store.group))
         self.own_parts = [*index.parts_of(self.rank.index)]
         store.run_on_owners(
@@ -270,6 +272,7 @@ class CheckpointSaver:
         self.described = {
             name: collectives.broadcast_bytes(0, described.get(name, b""), store.group) for name in names
         } | {INDEX: reader.dumps(index).encode()}
+        self.described_digests = {name: _digest_of(content) for name, content in self.described.items()}
 
     def begin(
         self,
@@ -376,9 +379,10 @@ class CheckpointSaver:
         """Write this rank's parts. A collective: if one rank fails, every rank raises."""
         failure, digests = ("", ""), dict[str, FileDigest]()
         try:
-            if holdings_of(state) != self.planned:
-                raise RuntimeError("the tensors of the run are no longer those that were planned")
-            tensors = {(name, box): part for name, tensor in state.items() for box, part in local_parts(tensor)}
+            local = {name: local_parts(tensor) for name, tensor in state.items()}
+            if holdings_of(state, local) != self.planned:
+                raise RuntimeError("the run's tensors are no longer those that were planned before step 1")
+            tensors = {(name, box): part for name, parts in local.items() for box, part in parts}
             parts = [
                 Part(name, tuple(state[name].size()), chunk, tensors[name, chunk.box].detach())
                 for name, chunk in self.own_parts
@@ -398,7 +402,7 @@ class CheckpointSaver:
     ) -> Manifest:
         """Return the manifest of what all ranks wrote. A collective."""
         parts = collectives.all_gather_objects(local_digests, dict[str, FileDigest], self.store.group)
-        parts.append({name: _digest_of(content) for name, content in self.described.items()})
+        parts.append(self.described_digests)
         return Manifest(
             format=3,
             step=step,

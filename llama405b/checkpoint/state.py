@@ -27,6 +27,7 @@ from llama405b.spec.adapters import is_lora_name
 from llama405b.spec.tensors import TensorSlice, full_slice
 
 Tensors = dict[str, Tensor]
+Parts = list[tuple[TensorSlice, Tensor]]  # what a rank has of a tensor: which box of it, and its elements
 
 
 def state_to_save(updater: Updater, rank: Rank) -> Tensors:
@@ -102,8 +103,8 @@ def _rng_state(rank: Rank) -> Tensors:
     return state
 
 
-def local_parts(tensor: Tensor) -> list[tuple[TensorSlice, Tensor]]:
-    """Return what this rank has of a tensor: boxes of the whole, and their elements."""
+def local_parts(tensor: Tensor) -> Parts:
+    """Return what this rank has of a tensor: 30 microseconds of Python for each, so once for a save."""
     if isinstance(tensor, DTensor):
         [place] = tensor.__create_chunk_list__()
         return [(_box(place.offsets, place.sizes), tensor.to_local())]
@@ -115,11 +116,11 @@ def local_parts(tensor: Tensor) -> list[tuple[TensorSlice, Tensor]]:
     return [(full_slice(tensor.shape), tensor)]
 
 
-def holdings_of(tensors: Tensors) -> Holdings:
-    """Return which parts of which tensors this rank has."""
+def holdings_of(tensors: Tensors, parts: Mapping[str, Parts]) -> Holdings:
+    """Return which parts of which tensors this rank has; ``parts``: by name, see ``local_parts``."""
     return Holdings.of(
         {
-            name: Held(DTYPE_NAMES[tensor.dtype], tuple(tensor.size()), tuple(box for box, _ in local_parts(tensor)))
+            name: Held(DTYPE_NAMES[tensor.dtype], tuple(tensor.size()), tuple(box for box, _ in parts[name]))
             for name, tensor in tensors.items()
         }
     )

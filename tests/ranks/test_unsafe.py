@@ -75,26 +75,27 @@ def _change(step, change):
     _vouch(step, ".metadata")
 
 
-def _evil_bytes(step, name, content):
-    """Append a pickle to a data file, and have the metadata say that an entry is there."""
-    file = next(step.glob("__0_*.distcp"))
+def _append(step, file, content):
+    """Append what torch saves of something to a data file; returns its offset and length."""
     written = io.BytesIO()
     torch.save(content, written)
     offset = file.stat().st_size
     with file.open("ab") as opened:
         opened.write(written.getvalue())
     _vouch(step, file.name)
+    return {"offset": offset, "length": len(written.getvalue())}
+
+
+def _evil_bytes(step, name, content):
+    """Append a pickle to a data file, and have the metadata say that an entry is there."""
+    file = next(step.glob("__0_*.distcp"))
+    place = _append(step, file, content) | {"relative_path": file.name}
 
     def point(metadata):
-        place = dataclasses.replace(
-            next(iter(metadata.storage_data.values())),
-            relative_path=file.name,
-            offset=offset,
-            length=len(written.getvalue()),
-        )
+        place_of_one = next(iter(metadata.storage_data.values()))
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
         metadata.storage_data = {i: where for i, where in metadata.storage_data.items() if i.fqn != name}
-        metadata.storage_data[MetadataIndex(name)] = place
+        metadata.storage_data[MetadataIndex(name)] = dataclasses.replace(place_of_one, **place)
 
     _change(step, point)
 
@@ -130,7 +131,7 @@ def test_what_should_be_a_tensor_and_is_not_runs_nothing(tiny, legacy, tmp_path)
     _evil_bytes(root / STEP, "model.model.norm.weight", Touches(tmp_path / "ran"))
     resumed, exported = _refused(tiny, root)
     assert "does not hold model.model.norm.weight" in resumed
-    assert "model.norm.weight" in exported
+    assert "model.norm.weight is [], but" in exported
     assert not (tmp_path / "ran").exists()
 
 
@@ -163,21 +164,29 @@ def test_a_checkpoint_of_another_user_resumes(tiny, root):
         assert (name, passed_over) == (STEP, [])
 
 
-def test_a_chunk_that_is_a_pickle_of_something_else_runs_nothing(tiny, legacy, tmp_path):
-    content = io.BytesIO()
-    torch.save(Touches(tmp_path / "ran"), content)
+def _point(step, name, content):
+    """Have the metadata say that a tensor is where something else was appended to its file."""
 
     def point(metadata):
-        index = next(index for index in metadata.storage_data if index.fqn == "model.model.norm.weight")
+        index = next(index for index in metadata.storage_data if index.fqn == name)
         info = metadata.storage_data[index]
-        file = legacy / STEP / info.relative_path
-        offset = file.stat().st_size
-        with file.open("ab") as opened:
-            opened.write(content.getvalue())
-        _vouch(legacy / STEP, file.name)
-        metadata.storage_data[index] = dataclasses.replace(info, offset=offset, length=len(content.getvalue()))
+        place = _append(step, step / info.relative_path, content)
+        metadata.storage_data[index] = dataclasses.replace(info, **place)
 
-    _change(legacy / STEP, point)
+    _change(step, point)
+
+
+def test_a_chunk_that_is_a_pickle_of_something_else_runs_nothing(tiny, legacy, tmp_path):
+    _point(legacy / STEP, "model.model.norm.weight", Touches(tmp_path / "ran"))
     for said in _refused(tiny, legacy):
-        assert "not all of it is tensors, and it could run commands as you; do not use this checkpoint" in said
+        assert "holds something that is not a tensor and could run commands as you; do not use this checkpoint" in said
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_chunk_of_another_shape_is_not_spread_over_its_place(tiny, legacy):
+    _point(legacy / STEP, "model.model.norm.weight", torch.full((1,), 7.0))
+    with pytest.raises(UserError, match=r"has \[1\] where \[12\] should be"):
+        export.main([str(legacy / STEP), str(legacy.parent / "out"), "--model", str(tiny)])
+    for name, passed_over, _ in run_ranks(2, _resume, tiny, legacy):
+        assert name == "step-00000006"
+        assert "has [1] where [12] should be" in passed_over[0]
