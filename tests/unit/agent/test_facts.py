@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from llama405b_tools.agent import facts, hostprobe, sampler
+from ops_rig import wait_for
 
 GIB = 1 << 30
 
@@ -54,6 +55,7 @@ def test_a_disk_that_cannot_be_queried_is_unknown(tmp_path):
 def test_processes_are_found_by_their_mark(tmp_path, monkeypatch):
     pid = os.posix_spawn("/bin/sleep", ["sleep", "600"], {facts.MARKER: f"{tmp_path}:a"})
     try:
+        wait_for(lambda: f"{tmp_path}:a" in facts.marked_processes())  # in its exec it shows no environment yet
         assert facts.marked_processes()[f"{tmp_path}:a"] == [pid]
         [row] = sampler.sample_processes(f"{tmp_path}:a".encode())
         assert (row[0], row[5]) == (pid, "sleep 600")

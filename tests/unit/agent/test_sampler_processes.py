@@ -24,6 +24,7 @@ def start():
 
     def begin(*argv, **more):
         children.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **more))
+        wait_for(lambda: sampler.read_command(children[-1].pid))  # in its exec it shows none yet
         return children[-1]
 
     yield begin
