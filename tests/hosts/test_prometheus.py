@@ -13,12 +13,7 @@ from test_top_terminal import ENV, TOP
 
 from conftest import ROOT
 from ops_rig import wait_for
-
-
-def free_port():
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
+from ranks_rig import free_port
 
 
 def get(url):

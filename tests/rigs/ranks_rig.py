@@ -3,11 +3,13 @@
 They come from a fork server, which imports once what each needs: that takes a rank four CPU seconds, and ``llama405b`` a third of one.
 """
 
+import contextlib
 import gc
 import importlib
 import multiprocessing as mp
 import os
 import pickle
+import random
 import socket
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from llama405b_tools.cli import VERBS
 
 ROOT = Path(__file__).parents[2]
 OF_RANKS = ("transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "torch.optim")
+PORTS = range(20_000, 29_000)  # below the product's own
 OF_TESTS = ("pytest", "conftest", "mesh_rig", "update_rig")  # which the module of a rank's function imports
 
 
@@ -100,9 +103,12 @@ def start_program(program, *argv, cwd, env=None, world=1, output):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port below those that the kernel gives to connections: one of these may be taken before rank 0 listens there."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no port of {PORTS} is free")
 
 
 def fork_server():
