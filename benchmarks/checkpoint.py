@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from benchmarks.update import UNITS, WIDTH, Case, Trace, stand_in_model
-from llama405b.checkpoint.format import CheckpointReader, open_manifest
+from llama405b.checkpoint.format import CheckpointReader, RejectedCheckpoint, open_manifest
 from llama405b.checkpoint.index import Held, Holdings, plan_index
 from llama405b.checkpoint.resume import targets_of
 from llama405b.checkpoint.saving import THREADS, CheckpointSaver, SavedCheckpoint
@@ -37,7 +37,8 @@ from llama405b.contract.paths import RunDir
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.offload import HostUpdater, UnitState, UpdateParams
-from llama405b.optim.optimizer import build_optimizer, state_tensors
+from llama405b.optim.optimizer import build_optimizer
+from llama405b.optim.updater import state_tensors
 from llama405b.predict.search import find_model_shape
 from llama405b.settings.axes import Axes
 from llama405b.settings.schema import Config, Optimizer
@@ -250,10 +251,10 @@ def _against_dcp(work: _Saves, scratch: Path, n_bytes: int, repeat: int) -> dict
             _forget(path)
             began = time.perf_counter()
             if own:
-                manifest = open_manifest(path, {})
-                assert isinstance(manifest, Manifest)
-                opened = CheckpointReader(path, manifest)
-                opened.read(opened.plan(targets_of(state)))
+                opened = open_manifest(path)
+                assert not isinstance(opened, RejectedCheckpoint)
+                checkpoint = CheckpointReader(path, opened[0])
+                checkpoint.read(checkpoint.plan(targets_of(state)))
             else:
                 dcp.load(state, checkpoint_id=path)
             seconds["load", own].append(time.perf_counter() - began)

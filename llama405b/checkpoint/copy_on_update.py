@@ -115,10 +115,15 @@ class TrackedTensor:
     pending_update: "concurrent.futures.Future[None] | None" = (
         None  # completes when the step that is saved has updated it
     )
-    entries: list[int] = dataclasses.field(default_factory=list)  # numbers in the plan that are read from it
+    numbers: list[int] = dataclasses.field(default_factory=list)  # under which it is read
     buffer: Tensor | None = None  # its copy
     wait_copied: WaitForCopy = no_wait  # in the buffer
     state: TensorState = TensorState.LIVE
+
+    def check_shape(self, tensor: Tensor) -> None:
+        """Refuse a tensor at the same address that is not the same."""
+        if tensor.shape != self.tensor.shape:
+            raise RuntimeError(f"{tuple(self.tensor.shape)} elements are saved of {tuple(tensor.shape)}")
 
 
 @dataclasses.dataclass(slots=True)
@@ -134,22 +139,37 @@ class SnapshotStats:
 class CopyOnUpdate:
     """The state after one step, read by several threads while ``before_update`` guards what changes."""
 
-    def __init__(self, units: Sequence[UpdateUnit], staging: Staging, next_update_s: float | None = None) -> None:
-        """``next_update_s``: seconds until the next updates are due; None: unknown, nothing is copied ahead."""
+    def __init__(
+        self,
+        units: Sequence[UpdateUnit],
+        tensors: Sequence[Tensor],
+        staging: Staging,
+        next_update_s: float | None = None,
+    ) -> None:
+        """``tensors``: what ``read`` yields, numbered in this order; ``units``: those that change, in the order of their updates.
+
+        ``next_update_s``: seconds until the next updates are due; None: unknown, nothing is copied ahead.
+        """
         self.staging = staging
         self.stats = SnapshotStats()
         self.condition = threading.Condition()
-        self.tracked_tensors = {
-            t.data_ptr(): TrackedTensor(t, unit.last_update) for unit in units for t in unit.tensors if t.numel()
-        }
-        self.live_queue = collections.deque(
-            self.tracked_tensors.values()
-        )  # in the order in which updates will want to change them
+        unchanging: dict[int, TrackedTensor] = {}  # by address, as are those that change
+        for number, tensor in enumerate(tensors):
+            entry = unchanging.setdefault(tensor.data_ptr(), TrackedTensor(tensor))
+            entry.check_shape(tensor)
+            entry.numbers.append(number)
+        self.tracked_tensors: dict[int, TrackedTensor] = {}
+        for unit in units:
+            for tensor in unit.tensors:
+                if changing := unchanging.pop(tensor.data_ptr(), None):
+                    changing.check_shape(tensor)
+                    changing.pending_update = unit.last_update
+                    self.tracked_tensors[tensor.data_ptr()] = changing
+        self.entries = [*unchanging.values(), *self.tracked_tensors.values()]
+        self.live_queue = collections.deque(self.entries)  # in the order in which updates will want to change them
         self.staged_queue: collections.deque[TrackedTensor] = collections.deque()
-        self.n_unfinished = len(self.tracked_tensors)
-        self.untouched_bytes = sum(
-            entry.tensor.nbytes for entry in self.live_queue
-        )  # of what is neither read nor copied
+        self.n_unfinished = len(self.entries)
+        self.untouched_bytes = sum(entry.tensor.nbytes for entry in self.entries)  # neither read nor copied
         self.is_updating = self.is_starved = self.is_abandoned = (
             False  # updates have begun; one waits for room; the save failed
         )
@@ -168,25 +188,8 @@ class CopyOnUpdate:
         if next_update_s is not None and self.stream is None:
             threading.Thread(target=self._copy_ahead, name="stage", daemon=True).start()
 
-    def plan(self, tensors: Sequence[Tensor]) -> None:
-        """Set the tensors that ``read`` yields, numbered in this order. All others may change from now on."""
-        with self.condition:
-            for number, tensor in enumerate(tensors):
-                entry = self.tracked_tensors.get(tensor.data_ptr())
-                if entry is None:  # nobody changes it
-                    entry = TrackedTensor(tensor)
-                    self.live_queue.appendleft(entry)
-                    self.n_unfinished += 1
-                    self.untouched_bytes += tensor.nbytes
-                if entry.tensor.shape != tensor.shape:
-                    raise RuntimeError(f"{tuple(tensor.shape)} elements are saved of {tuple(entry.tensor.shape)}")
-                entry.entries.append(number)
-            for entry in self.tracked_tensors.values():
-                if not entry.entries:
-                    self._finish(entry)
-
     def read(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each tensor of the plan with its number, in CPU memory; several threads share the work.
+        """Yield each tensor with its number, in CPU memory; several threads share the work.
 
         A tensor is valid until the next one is requested.
         """
@@ -198,7 +201,7 @@ class CopyOnUpdate:
                 with on_stream(self.stream):
                     source = entry.tensor if entry.buffer is None else _view_like(entry.tensor, entry.buffer)
                     content = source.detach().cpu()
-                yield from ((number, content) for number in entry.entries)
+                yield from ((number, content) for number in entry.numbers)
             finally:
                 with self.condition:
                     self._finish(entry)
@@ -214,7 +217,7 @@ class CopyOnUpdate:
         """Release all tensors and end ``read``: the save failed."""
         with self.condition:
             self.is_abandoned = True
-            for entry in self.tracked_tensors.values():
+            for entry in self.entries:
                 self._finish(entry)
 
     def _wait_for_readable(self) -> TrackedTensor | None:
@@ -251,12 +254,11 @@ class CopyOnUpdate:
         return None
 
     def _pop_staged(self) -> TrackedTensor | None:
-        while self.staged_queue:
-            entry = self.staged_queue.popleft()
-            if entry.state is TensorState.STAGED:  # tensors outside the plan are done already
-                entry.state = TensorState.READING_COPY
-                return entry
-        return None
+        if not self.staged_queue:
+            return None
+        entry = self.staged_queue.popleft()
+        entry.state = TensorState.READING_COPY
+        return entry
 
     def _claim(self, entry: TrackedTensor, state: TensorState) -> None:
         entry.state = state
@@ -332,7 +334,7 @@ class CopyOnUpdate:
         self.n_unfinished -= 1
         if entry.buffer is not None:
             self.staging.free(entry.buffer)
-        elif entry.entries:
+        else:
             self.stats.in_place_bytes += entry.tensor.nbytes
         self.condition.notify_all()
 

@@ -27,7 +27,7 @@ from llama405b.checkpoint.format import (
     write_access_warning,
 )
 from llama405b.checkpoint.index import DTYPE_NAMES
-from llama405b.contract.checkpoints import CONFIG_FILE, WEIGHTS_PREFIX, write_manifest
+from llama405b.contract.checkpoints import CONFIG_FILE, WEIGHTS_PREFIX
 from llama405b.contract.errors import UserError, and_more, reason_of
 from llama405b.settings import config
 from llama405b.settings.schema import Config
@@ -56,17 +56,16 @@ class SavedWeights:
         Raises:
             UserError: The checkpoint is incomplete or damaged, or cannot be read.
         """
-        manifest = open_manifest(path, {})
-        if isinstance(manifest, RejectedCheckpoint):
-            raise UserError(f"{manifest}; export another step with --step")
+        opened = open_manifest(path)
+        if isinstance(opened, RejectedCheckpoint):
+            raise UserError(f"{opened}; export another step with --step")
+        self.path, (self.manifest, self.digest) = path, opened
         try:
-            self.warning = write_access_warning(path, manifest)
+            self.warning = write_access_warning(path, self.manifest)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({reason_of(error)}); make it readable") from None
-        self.path, self.manifest = path, manifest
-        self.reader = CheckpointReader(path, manifest)
+        self.reader = CheckpointReader(path, self.manifest)
         index = self._read_or_refuse(lambda: self.reader.index)
-        _, self.digest = write_manifest(manifest)
         self.shapes = {
             name.removeprefix(WEIGHTS_PREFIX): saved.shape
             for name, saved in index.tensors.items()

@@ -9,11 +9,11 @@ import dataclasses
 import enum
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -62,14 +62,10 @@ class RejectedCheckpoint:
         return self.why
 
 
-def sync(path: Path) -> None:
-    """Flush a file to its disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def open_manifest(path: Path, saved_digests: Mapping[str, str]) -> Manifest | RejectedCheckpoint:
-    """Return a checkpoint's manifest, or why it cannot be used; ``saved_digests``: the digests of those this run has saved, by path."""
+def open_manifest(
+    path: Path, saved_digests: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Manifest, str] | RejectedCheckpoint:
+    """Return a checkpoint's manifest and its digest, or why it cannot be used; ``saved_digests``: of those this run has saved, by path."""
     make_damaged = functools.partial(RejectedCheckpoint, path, CheckpointFault.DAMAGED)
     try:
         if not path.is_dir():
@@ -85,7 +81,7 @@ def open_manifest(path: Path, saved_digests: Mapping[str, str]) -> Manifest | Re
         return make_damaged(f"{path}: its manifest is for step {manifest.step}")
     if saved_digests.get(str(path), digest) != digest:
         return make_damaged(f"{path}: its manifest is not the one that was saved")
-    return manifest
+    return manifest, digest
 
 
 def write_access_warning(path: Path, manifest: Manifest) -> str:

@@ -63,7 +63,19 @@ class Chunk:
             raise ValueError(f"{self.box} of rank {self.rank} is not a part of a tensor")
 
 
-Layout = tuple[Chunk, ...]
+Chunks = tuple[Chunk, ...]
+
+
+class Part(NamedTuple):
+    """A part of a tensor that a rank writes."""
+
+    name: str  # of the tensor
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    box: TensorSlice
+    key: str  # its name in its file
+    kind: FileKind  # of files, in one of which it is
+    n_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +96,7 @@ class SavedTensor:
 class Index:
     """All tensors of a checkpoint, by name, and how they are split."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[Chunks, ...]
     tensors: Mapping[str, SavedTensor]
 
     def __post_init__(self) -> None:
@@ -96,7 +108,7 @@ class Index:
             if saved.dtype not in DTYPES or not 0 <= saved.layout < len(self.layouts):
                 raise ValueError(f"{name} is {saved.dtype} of layout {saved.layout}, which does not exist")
 
-    def chunks(self, name: str) -> Layout:
+    def chunks(self, name: str) -> Chunks:
         """Return the parts of a tensor."""
         return self.layouts[self.tensors[name].layout]
 
@@ -104,10 +116,21 @@ class Index:
         """Whether the parts of a tensor hold each of its elements exactly once."""
         return _cover_exactly(self.tensors[name].shape, tuple(chunk.box for chunk in self.chunks(name)))
 
-    def parts_of(self, rank: int) -> Iterator[tuple[str, Chunk]]:
-        """Yield the parts that a rank writes, with their tensors' names."""
+    def parts_of(self, rank: int) -> Iterator[Part]:
+        """Yield the parts that a rank writes."""
         own = [[chunk for chunk in layout if chunk.rank == rank] for layout in self.layouts]
-        return ((name, chunk) for name, saved in self.tensors.items() for chunk in own[saved.layout])
+        for name, saved in self.tensors.items():
+            for chunk in own[saved.layout]:
+                n_bytes = count_elements(chunk.box) * DTYPE_BYTES[saved.dtype]
+                yield Part(
+                    name,
+                    saved.dtype,
+                    saved.shape,
+                    chunk.box,
+                    name + chunk.suffix,
+                    kind_of(name, saved.n_bytes),
+                    n_bytes,
+                )
 
 
 @functools.lru_cache(maxsize=256)  # a model's layers are alike
@@ -159,9 +182,9 @@ def plan_index(ranks: Sequence[Holdings]) -> Index:
     for rank, holdings in enumerate(ranks):
         for name, number in holdings.tensors.items():
             holders[name].append((rank, number))
-    plans: dict[tuple[tuple[int, int], ...], tuple[Held, list[Layout]]] = {}
+    plans: dict[tuple[tuple[int, int], ...], tuple[Held, list[Chunks]]] = {}
     loads: dict[int, list[int]] = {}  # of as many ranks that hold the same: the bytes that each writes
-    numbers: dict[Layout, int] = {}
+    numbers: dict[Chunks, int] = {}
     tensors: dict[str, SavedTensor] = {}
     for name, kinds in holders.items():
         if (key := tuple(kinds)) not in plans:
@@ -175,7 +198,7 @@ def plan_index(ranks: Sequence[Holdings]) -> Index:
     return Index(tuple(numbers), tensors)
 
 
-def _plan_tensor(name: str, held_by_rank: Mapping[int, Held]) -> tuple[Held, list[Layout]]:
+def _plan_tensor(name: str, held_by_rank: Mapping[int, Held]) -> tuple[Held, list[Chunks]]:
     """Return a tensor's kind, and the layouts in which the first, the second … of the ranks that hold a part writes it."""
     kind = next(iter(held_by_rank.values()))
     ranks_of: dict[TensorSlice, list[int]] = collections.defaultdict(list)

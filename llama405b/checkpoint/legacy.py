@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from llama405b.checkpoint.index import DTYPE_NAMES, Chunk, Index, Layout, SavedTensor
+from llama405b.checkpoint.index import DTYPE_NAMES, Chunk, Chunks, Index, SavedTensor
 from llama405b.contract.checkpoints import DATA_FILE
 from llama405b.contract.errors import UserError, shorten
 
@@ -114,7 +114,7 @@ def _is_valid_storage_info(info: Any) -> bool:
 def read_index(file: Path) -> tuple[Index, dict[tuple[str, Chunk], tuple[str, int, int]]]:
     """Return which tensors DCP's metadata describes, and each part's file, offset and length there; what is not a tensor is left out."""
     metadata = read_metadata(file)
-    layouts: dict[Layout, int] = {}
+    layouts: dict[Chunks, int] = {}
     tensors: dict[str, SavedTensor] = {}
     places: dict[tuple[str, Chunk], tuple[str, int, int]] = {}
     for name, entry in metadata.state_dict_metadata.items():

@@ -32,7 +32,7 @@ class Replication:
     """The copies of a run's checkpoints: each host's part is copied to the next host."""
 
     def __init__(self, store: Store) -> None:
-        """Join the ring, unless there is no other host.
+        """Join the ring; there must be another host.
 
         Raises:
             UserError: On every rank: the process that copies is not running on one of the hosts.
@@ -40,9 +40,6 @@ class Replication:
         self.store, owners = store, store.owners
         self.replicated_step = self.step = self.resume_step = 0
         self.ring: Ring | None = None
-        self.is_active = len(owners) > 1
-        if not self.is_active:
-            return
         endpoints = collectives.all_gather_objects(
             self._wait_for_endpoint() if store.is_owner else None, Endpoint | None
         )
@@ -69,15 +66,13 @@ class Replication:
     @property
     def protected_steps(self) -> set[int]:
         """The steps that must not be deleted: the newest that was copied, and the one that is being copied."""
-        return {self.replicated_step or self.resume_step, self.step} if self.is_active else set()
+        return {self.replicated_step or self.resume_step, self.step}
 
     def request_copies(self, step: int, group: dist.ProcessGroup | None = None) -> None:
         """Request a copy of this step from all hosts, once they have copied the previous one.
 
         All hosts copy the same step: if each chose its own, no copied step might be complete when a host is lost.
         """
-        if not self.is_active:
-            return
         if self.update_replicated_step(group) == self.step:
             self.step = step
         self._publish_ring()

@@ -36,17 +36,13 @@ class FileGatherer:
         self.store = store
         self.checkpoint = checkpoint
         self.on_progress = on_progress
-        self.path = store.directory.copies_path(checkpoint.path)  # of fetched files
+        self.path = store.directory.fetched_path(checkpoint.path)
         self.rank, self.owner = store.rank.index, store.owner_of[store.rank.index]
         self.fetched_names = set[str]()
         self.local_paths = dict[str, Path]()  # of files that were not fetched, once found
         self.has_directory = False
         self.sender_of: dict[tuple[str, int], int] = {}  # file and owner -> the owner that sent it
         self.owner_files = {owner: {*checkpoint.local[owner]} for owner in store.owners}
-
-    def fetch_metadata_files(self) -> None:
-        """Fetch the files that all ranks need: those without tensors."""
-        self.fetch([name for name in self.checkpoint.manifest.files if not DATA_FILE.fullmatch(name)])
 
     def fetch(self, names: Iterable[str]) -> None:
         """Fetch the files that this rank needs, to where ``path_of`` finds them. A collective."""
@@ -267,7 +263,7 @@ class Resume:
         else:
             self._choose_named()
 
-    def load(self, model: torch.nn.Module, updater: Updater, rank: Rank, on_progress: OnByteProgress) -> int:
+    def load(self, model: torch.nn.Module, updater: Updater, on_progress: OnByteProgress) -> int:
         """Load the chosen checkpoint into the shards and return its step. Unused checkpoints are set aside.
 
         Raises:
@@ -278,9 +274,9 @@ class Resume:
         assert self.checkpoint
         gatherer = FileGatherer(self.store, self.checkpoint, on_progress)
         try:
-            gatherer.fetch_metadata_files()
+            gatherer.fetch(name for name in self.checkpoint.manifest.files if not DATA_FILE.fullmatch(name))
             reader = CheckpointReader(self.checkpoint.path, self.checkpoint.manifest, gatherer.path_of, on_progress)
-            restore(reader, model, updater, rank, weights_only=self.weights_only, fetch=gatherer.fetch)
+            restore(reader, model, updater, self.store.rank, weights_only=self.weights_only, fetch=gatherer.fetch)
         except LoadError as error:
             if refusal := next((failure.message for failure in error.failures.values() if failure.refused), ""):
                 raise UserError(refusal) from None  # on every rank: none may silently use an older checkpoint

@@ -9,14 +9,12 @@ an export need not fetch the rest from other hosts.
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +24,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from llama405b import extend
 from llama405b.checkpoint.compatibility import software_versions
 from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging, lower_thread_priority
-from llama405b.checkpoint.index import DTYPE_NAMES, Chunk, FileKind, Holdings, kind_of, plan_index
+from llama405b.checkpoint.index import FileKind, Holdings, Part, plan_index
 from llama405b.checkpoint.replication import AfterSave, Replication
-from llama405b.checkpoint.state import Tensors, holdings_of, local_parts, state_to_save
+from llama405b.checkpoint.state import find_parts, rng_state, state_to_save
 from llama405b.checkpoint.store import Store
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import (
@@ -37,14 +35,13 @@ from llama405b.contract.checkpoints import (
     Manifest,
     RunIdentity,
     TrainedSoFar,
-    write_manifest,
 )
 from llama405b.contract.errors import STAGING_SHARE, UserError, reason_of, remedy_of
-from llama405b.contract.hashes import BLOCK_BYTES, DIRECT_ALIGNMENT, BlockHasher, DirectFile
+from llama405b.contract.hashes import BLOCK_BYTES, DIRECT_ALIGNMENT, BlockHasher, Blocks, DirectFile
 from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import OnByteProgress, free_bytes
-from llama405b.optim.updater import Updater
-from llama405b.spec.tensors import TensorPart, build_parts_header
+from llama405b.optim.updater import Updater, UpdateUnit
+from llama405b.spec.tensors import TensorPart, TensorSlice, build_parts_header
 
 THREADS = 4  # per rank; hashing and writing release the GIL
 PIECE_BYTES = 1 << 20  # small enough to be hashed while it is in the CPU's cache
@@ -55,54 +52,27 @@ def _copy_without_gil(memory: memoryview, data: memoryview) -> None:
     np.frombuffer(memory, np.uint8)[:] = np.frombuffer(data, np.uint8)
 
 
-class Part(NamedTuple):
-    """A part of a tensor that this rank writes."""
-
-    name: str  # of the tensor
-    shape: Sequence[int]  # of the whole tensor
-    chunk: Chunk
-    tensor: Tensor
-
-    @property
-    def key(self) -> str:
-        """Its name in its file."""
-        return self.name + self.chunk.suffix
-
-    @property
-    def kind(self) -> FileKind:
-        """In which files it is."""
-        return kind_of(self.name, math.prod(self.shape) * self.tensor.element_size())
-
-
-class SafetensorsFile:
+class SafetensorsFile(DirectFile):
     """A safetensors file that is written sequentially and hashed block by block; its header comes last, in room that is kept for it."""
 
     def __init__(self, path: Path, parts: Sequence[Part]) -> None:
         """Open the file; some of ``parts`` will be added."""
-        n_bytes = sum(part.tensor.nbytes for part in parts)
-        longest = len(self._header(parts)) + 2 * len(parts) * len(str(n_bytes))  # in whatever order they come
+        n_bytes = sum(part.n_bytes for part in parts)
+        longest = len(_header(parts)) + 2 * len(parts) * len(str(n_bytes))  # in whatever order they come
         self.header_bytes = -(-longest // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-        self.file = DirectFile(path, self.header_bytes, _copy_without_gil)
-        self.written: list[Part] = []
-        # tensors in the block that the header ends in, which are hashed after it
-        self.first, self.n_first = memoryview(bytearray(min(n_bytes, -self.header_bytes % BLOCK_BYTES))), 0
+        super().__init__(path, self.header_bytes, _copy_without_gil)
+        self.parts: list[Part] = []
+        # tensors in the block that the header ends in, which are hashed after it; not a bytearray: that is cleared under the GIL
+        self.first, self.n_first = np.empty(min(n_bytes, -self.header_bytes % BLOCK_BYTES), np.uint8).data, 0
         self.hasher = BlockHasher(BLOCK_BYTES)  # of all other tensors
-
-    @staticmethod
-    def _header(parts: Iterable[Part], n_bytes: int = 0) -> bytes:
-        entries = {
-            part.key: TensorPart(DTYPE_NAMES[part.tensor.dtype], part.name, part.shape, part.chunk.box)
-            for part in parts
-        }
-        return build_parts_header(entries, n_bytes=n_bytes)
 
     def add(self, part: Part, tensor: Tensor) -> None:
         """Append a part, whose elements are ``tensor`` now."""
-        self.written.append(part)
+        self.parts.append(part)
         content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
         for begin in range(0, len(content), PIECE_BYTES):
             piece = content[begin : begin + PIECE_BYTES]
-            self.file.write(piece)
+            self.write(piece)
             room = self.first[self.n_first : self.n_first + len(piece)]
             _copy_without_gil(room, piece[: len(room)])
             self.n_first += len(room)
@@ -114,30 +84,35 @@ class SafetensorsFile:
         Raises:
             OSError: The disk is full, or cannot be written.
         """
-        self.file.flush()
-        header, n_written = self._header(self.written, self.header_bytes), 0
-        while n_written < len(header):  # a disk that is nearly full takes a part
-            n_written += os.pwrite(self.file.descriptor, header[n_written:], n_written)
-        os.fsync(self.file.descriptor)
-        first = BlockHasher(BLOCK_BYTES)
-        first.update(header)
-        first.update(self.first[: self.n_first])
-        blocks = (*first.blocks, *(self.hasher.blocks if self.hasher.n_bytes else ()))
-        return FileDigest(first.n_bytes + self.hasher.n_bytes, 0, blocks)
+        header = _header(self.parts, self.header_bytes)
+        with ThreadPoolExecutor(1, "writer") as thread:
+            first = thread.submit(self._hash_first, header)  # while the disk is busy
+            with self.path.open("r+b") as file:
+                file.write(header)
+            self.flush()
+        blocks = (*first.result(), *(self.hasher.blocks if self.hasher.n_bytes else ()))
+        return FileDigest(self.header_bytes + self.n_first + self.hasher.n_bytes, 0, blocks)
 
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
+    def _hash_first(self, header: bytes) -> Blocks:
+        hasher = BlockHasher(BLOCK_BYTES)
+        hasher.update(header)
+        hasher.update(self.first[: self.n_first])
+        return hasher.blocks
+
+
+def _header(parts: Iterable[Part], n_bytes: int = 0) -> bytes:
+    return build_parts_header(
+        {part.key: TensorPart(part.dtype, part.name, part.shape, part.box) for part in parts}, n_bytes=n_bytes
+    )
 
 
 def write_parts(directory: Path, rank: int, parts: Sequence[Part], snapshot: CopyOnUpdate) -> dict[str, FileDigest]:
-    """Write a rank's parts into an existing directory, and return the digests of its files.
+    """Write a rank's parts into an existing directory, and return the digests of its files; ``snapshot``: their tensors, in this order.
 
     Raises:
         OSError: The disk is full, or cannot be written.
     """
     directory.stat()  # nothing is created below an unmounted mount point
-    snapshot.plan([part.tensor for part in parts])
     digests: dict[str, FileDigest] = {}
     with contextlib.ExitStack() as stack:
 
@@ -148,9 +123,8 @@ def write_parts(directory: Path, rank: int, parts: Sequence[Part], snapshot: Cop
             return stack.enter_context(contextlib.closing(file))
 
         def finish(kind: FileKind, file: SafetensorsFile) -> int:
-            digest = dataclasses.replace(file.finish(), rank=rank, weights=kind is FileKind.WEIGHTS)
-            digests[file.file.path.name] = digest
-            return len(file.written)
+            digests[file.path.name] = dataclasses.replace(file.finish(), rank=rank, weights=kind is FileKind.WEIGHTS)
+            return len(file.parts)
 
         small, small_lock = create(FileKind.SMALL, 0), threading.Lock()
 
@@ -204,7 +178,7 @@ class CheckpointSaver:
 
         ``after_save``: on owners; ``delete_unsent``: also delete checkpoints for which it has not succeeded.
         """
-        self.versions = software_versions()  # read now: files may change while the run goes on
+        self.versions = software_versions() | _extension_version()  # read now: files may change while the run goes on
         self.after_save = after_save
         self.delete_unsent = delete_unsent
         self.store = store
@@ -217,8 +191,10 @@ class CheckpointSaver:
         self.prune_future: Future[str] | None = None
         self.described: dict[str, bytes] = {}  # by name: the files without tensors, of all checkpoints of this attempt
         self.described_digests: dict[str, FileDigest] = {}
-        self.own_parts: Sequence[tuple[str, Chunk]] = ()
-        self.planned: Holdings | None = None  # what this rank had then
+        self.parts: Sequence[Part] = ()  # that this rank writes
+        self.planned: Holdings | None = None  # what this rank has of the state
+        self.tensors: Mapping[tuple[str, TensorSlice], Tensor] = {}  # of it: the live ones
+        self.addresses: Sequence[int] = ()  # of what updates change, when they were found
         self.step = 0  # of the last save
         self.blocked_s = 0.0
 
@@ -232,9 +208,8 @@ class CheckpointSaver:
         if self.replication:
             self.replication.begin(resume_step)
         if self.after_save:
-            self.after_save.begin(
-                {path: write_manifest(manifest)[1] for path, manifest in self.store.directory.own_checkpoints().items()}
-            )
+            own = self.store.directory.own_checkpoints()
+            self.after_save.begin({path: digest for path, (_, digest) in own.items()})
 
     def allocate_staging(self, updater: Updater, on_progress: OnByteProgress = lambda *_: None) -> None:
         """Allocate the memory for copies, on all ranks; ``begin`` does so if it was not called.
@@ -258,10 +233,9 @@ class CheckpointSaver:
             UserError: The run's own files cannot be read.
         """
         store, described = self.store, dict[str, bytes]()
-        state = state_to_save(updater, self.rank)
-        self.planned = holdings_of(state, {name: local_parts(tensor) for name, tensor in state.items()})
+        self.planned = self._find_tensors(updater)
         index = plan_index(collectives.all_gather_objects(self.planned, Holdings, store.group))
-        self.own_parts = [*index.parts_of(self.rank.index)]
+        self.parts = [*index.parts_of(self.rank.index)]
         store.run_on_owners(
             lambda: described.update(store.directory.read_description() if self.rank.is_rank0 else {}),
             store.run.path,
@@ -273,6 +247,12 @@ class CheckpointSaver:
             name: collectives.broadcast_bytes(0, described.get(name, b""), store.group) for name in names
         } | {INDEX: reader.dumps(index).encode()}
         self.described_digests = {name: _digest_of(content) for name, content in self.described.items()}
+
+    def _find_tensors(self, updater: Updater) -> Holdings:
+        """Find the tensors of the state; return what this rank has."""
+        self.addresses = _addresses(updater.units())
+        holdings, self.tensors = find_parts(state_to_save(updater, self.rank))
+        return holdings
 
     def begin(
         self,
@@ -294,11 +274,16 @@ class CheckpointSaver:
         assert self.staging
         if not self.planned:
             self.plan(updater)
-        state = state_to_save(updater, self.rank)
-        snapshot = CopyOnUpdate(updater.units(), self.staging, next_update_s)
+        units, is_fsdp1 = updater.units(), isinstance(updater.master, FullyShardedDataParallel)
+        # FSDP1 saves copies; FSDP2 moves what it pads in its first forward
+        if (is_fsdp1 or _addresses(units) != self.addresses) and self._find_tensors(updater) != self.planned:
+            raise RuntimeError("the run's tensors are no longer those that were planned before step 1")
+        rng = rng_state(self.rank)
+        tensors = [rng[part.name] if part.name in rng else self.tensors[part.name, part.box] for part in self.parts]
+        snapshot = CopyOnUpdate(units, tensors, self.staging, next_update_s)
         updater.before_update = snapshot.before_update
-        self.save_future = self.thread.submit(self._save, step, state, snapshot, identity, progress)
-        if isinstance(updater.master, FullyShardedDataParallel):  # FSDP1 may change what its state dict refers to: wait
+        self.save_future = self.thread.submit(self._save, step, snapshot, identity, progress)
+        if is_fsdp1:  # it may change what its state dict refers to: wait
             self.save_future.exception()
         self.blocked_s = time.monotonic() - start_s
 
@@ -333,7 +318,7 @@ class CheckpointSaver:
         return future.result() if future else ""
 
     def _save(
-        self, step: int, state: Tensors, snapshot: CopyOnUpdate, identity: RunIdentity, progress: TrainedSoFar
+        self, step: int, snapshot: CopyOnUpdate, identity: RunIdentity, progress: TrainedSoFar
     ) -> SavedCheckpoint:
         start_s, store = time.monotonic(), self.store
         if self.rank.on_gpu:
@@ -342,7 +327,7 @@ class CheckpointSaver:
         partial, directory = store.directory.partial_path(final), store.directory
         try:
             store.run_on_owners(lambda: directory.begin(final, self.described), partial, store.group)
-            local_digests = self._write(partial, state, snapshot)
+            local_digests = self._write(partial, snapshot)
             manifest = self._gather_manifest(step, local_digests, identity, progress)
             store.run_on_owners(
                 lambda: store.saved_digests.update({str(final): directory.write_manifest_file(final, manifest)}),
@@ -375,19 +360,11 @@ class CheckpointSaver:
             return str(error)
         return ""
 
-    def _write(self, partial: Path, state: Tensors, snapshot: CopyOnUpdate) -> dict[str, FileDigest]:
+    def _write(self, partial: Path, snapshot: CopyOnUpdate) -> dict[str, FileDigest]:
         """Write this rank's parts. A collective: if one rank fails, every rank raises."""
         failure, digests = ("", ""), dict[str, FileDigest]()
         try:
-            local = {name: local_parts(tensor) for name, tensor in state.items()}
-            if holdings_of(state, local) != self.planned:
-                raise RuntimeError("the run's tensors are no longer those that were planned before step 1")
-            tensors = {(name, box): part for name, parts in local.items() for box, part in parts}
-            parts = [
-                Part(name, tuple(state[name].size()), chunk, tensors[name, chunk.box].detach())
-                for name, chunk in self.own_parts
-            ]
-            digests = write_parts(partial, self.rank.index, parts, snapshot)
+            digests = write_parts(partial, self.rank.index, self.parts, snapshot)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
             failure = reason_of(error), remedy_of(error)
         failures = enumerate(collectives.all_gather_objects(failure, tuple[str, str], self.store.group))
@@ -413,8 +390,12 @@ class CheckpointSaver:
             identity=identity,
             sequences=progress.sequences,
             evaluation_loss=progress.evaluation_loss,
-            versions=self.versions | _extension_version(),
+            versions=self.versions,
         )
+
+
+def _addresses(units: Sequence[UpdateUnit]) -> list[int]:
+    return [tensor.data_ptr() for unit in units for tensor in unit.tensors]
 
 
 def _digest_of(content: bytes) -> FileDigest:

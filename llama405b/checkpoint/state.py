@@ -32,7 +32,7 @@ Parts = list[tuple[TensorSlice, Tensor]]  # what a rank has of a tensor: which b
 
 def state_to_save(updater: Updater, rank: Rank) -> Tensors:
     """Return this rank's part of the state: the live tensors, whose updates may be pending."""
-    return _named(*_model_and_optimizer_state(updater)) | _rng_state(rank)
+    return _named(*_model_and_optimizer_state(updater)) | rng_state(rank)
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def state_to_load(
         weights = _adapters_or_all(get_model_state_dict(master))
     else:
         weights, moments = _model_and_optimizer_state(updater)
-        rng = {name: state for name, state in _rng_state(rank).items() if name in names}
+        rng = {name: state for name, state in rng_state(rank).items() if name in names}
     yield _named(weights, moments) | rng
     if isinstance(model, FullyShardedDataParallel):  # FSDP1 returned copies; others were filled in place
         if weights_only:
@@ -95,7 +95,7 @@ def _adapters_or_all(weights: dict[str, Any]) -> dict[str, Any]:
     return {name: weight for name, weight in weights.items() if is_lora_name(name)} or weights
 
 
-def _rng_state(rank: Rank) -> Tensors:
+def rng_state(rank: Rank) -> Tensors:
     """Return the state of this rank's random generators."""
     state = {f"rng.{rank.index}.cpu": torch.get_rng_state()}
     if rank.on_gpu:
@@ -104,7 +104,7 @@ def _rng_state(rank: Rank) -> Tensors:
 
 
 def local_parts(tensor: Tensor) -> Parts:
-    """Return what this rank has of a tensor: 30 microseconds of Python for each, so once for a save."""
+    """Return what this rank has of a tensor: 30 microseconds of Python for each, so once for a run."""
     if isinstance(tensor, DTensor):
         [place] = tensor.__create_chunk_list__()
         return [(_box(place.offsets, place.sizes), tensor.to_local())]
@@ -116,14 +116,14 @@ def local_parts(tensor: Tensor) -> Parts:
     return [(full_slice(tensor.shape), tensor)]
 
 
-def holdings_of(tensors: Tensors, parts: Mapping[str, Parts]) -> Holdings:
-    """Return which parts of which tensors this rank has; ``parts``: by name, see ``local_parts``."""
-    return Holdings.of(
-        {
-            name: Held(DTYPE_NAMES[tensor.dtype], tuple(tensor.size()), tuple(box for box, _ in parts[name]))
-            for name, tensor in tensors.items()
-        }
-    )
+def find_parts(tensors: Tensors) -> tuple[Holdings, dict[tuple[str, TensorSlice], Tensor]]:
+    """Return which parts of which tensors this rank has, and its elements of each."""
+    parts = {name: local_parts(tensor) for name, tensor in tensors.items()}
+    held = {
+        name: Held(DTYPE_NAMES[tensor.dtype], tuple(tensor.size()), tuple(box for box, _ in parts[name]))
+        for name, tensor in tensors.items()
+    }
+    return Holdings.of(held), {(name, box): part.detach() for name in parts for box, part in parts[name]}
 
 
 def _box(offsets: "torch.Size | list[int]", sizes: "torch.Size | list[int]") -> TensorSlice:

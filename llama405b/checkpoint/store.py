@@ -31,7 +31,6 @@ from llama405b.checkpoint.format import (
     RejectedCheckpoint,
     check_files,
     open_manifest,
-    sync,
     write_access_warning,
 )
 from llama405b.contract.checkpoints import (
@@ -51,7 +50,7 @@ from llama405b.contract.checkpoints import (
     step_of,
     write_manifest,
 )
-from llama405b.contract.disk import disk_free_bytes, sync_directory, unsupported_operation
+from llama405b.contract.disk import disk_free_bytes, sync, unsupported_operation
 from llama405b.contract.errors import UserError, reason_of, remedy_of
 from llama405b.contract.files import read_record, read_records, user_name, write_json
 from llama405b.contract.paths import RunDir
@@ -237,13 +236,19 @@ class CheckpointDirectory:
         self.root = root
         self.run = run
         self.host = host
+        self.prepared: tuple[
+            Manifest, str
+        ]  # of the checkpoint that is being saved: its manifest, and that one's digest
+        self.opened: dict[
+            Path, tuple[Manifest, str]
+        ] = {}  # of this run's checkpoints: a manifest may be large, and is read once
         self.holder = LeaseHolder(root, run.name, f"{host}:{run.path.resolve()}", attempt)
 
     def partial_path(self, final: Path) -> Path:
         """Return the directory in which this run writes a checkpoint; its name includes the run."""
         return final.with_name(f"{final.name}.{self.run.name}.tmp")
 
-    def copies_path(self, final: Path) -> Path:
+    def fetched_path(self, final: Path) -> Path:
         """Return the directory for files of a checkpoint that this run fetches from other hosts."""
         return final.with_name(f"{final.name}.{self.run.name}.tmp-read")
 
@@ -273,8 +278,8 @@ class CheckpointDirectory:
         (partial / MODEL_FILES).mkdir()
         for name, content in described.items():
             (partial / name).write_bytes(content)
-            sync(partial / name)
-        sync_directory(str(partial / MODEL_FILES))
+            sync(str(partial / name))
+        sync(str(partial / MODEL_FILES))
 
     def write_manifest_file(self, final: Path, manifest: Manifest) -> str:
         """Write the manifest, after which only the rename is missing; return the manifest's digest."""
@@ -283,31 +288,34 @@ class CheckpointDirectory:
             raise FileNotFoundError(errno.ENOENT, "its files have disappeared")
         content, digest = write_manifest(manifest)
         (partial / MANIFEST).write_bytes(content)
-        sync(partial / MANIFEST)
+        sync(str(partial / MANIFEST))
         # everything is on the disk before the rename makes it a checkpoint
-        sync_directory(str(partial))
+        sync(str(partial))
+        self.prepared = manifest, digest
         return digest
 
     def commit(self, final: Path) -> None:
         """Rename the directory to its final name."""
         self.partial_path(final).rename(final)  # fails if another run has put a checkpoint there
-        sync_directory(str(self.root))
+        self.opened[final] = self.prepared
+        sync(str(self.root))
 
-    def own_checkpoints(self) -> dict[Path, Manifest]:
-        """Return the checkpoints that this run saved, with their manifests, oldest first."""
-        manifests = {path: open_manifest(path, {}) for path in list_committed(self.root)}
-        return {
-            path: manifest
-            for path, manifest in manifests.items()
-            if isinstance(manifest, Manifest) and manifest.run == self.run.name
+    def own_checkpoints(self) -> dict[Path, tuple[Manifest, str]]:
+        """Return the checkpoints that this run saved, with their manifests and the digests of these, oldest first."""
+        found = {path: self.opened.get(path) or open_manifest(path) for path in list_committed(self.root)}
+        self.opened = {
+            path: opened
+            for path, opened in found.items()
+            if not isinstance(opened, RejectedCheckpoint) and opened[0].run == self.run.name
         }
+        return self.opened
 
     def delete_old(self, step: int, keep: int, protected_steps: Set[int], *, keep_best: bool = False) -> None:
         """Delete this run's old checkpoints; keep the newest ``keep``, protected steps and maybe the best.
 
         Earlier deletions that failed are retried.
         """
-        manifests = {path: manifest for path, manifest in self.own_checkpoints().items() if step_of(path) <= step}
+        manifests = {path: manifest for path, (manifest, _) in self.own_checkpoints().items() if step_of(path) <= step}
         best = best_manifest(manifests.values()) if keep_best else None
         faults = []
         deletable = [
@@ -480,7 +488,8 @@ class Store:
 
     def best_loss(self) -> float:
         """Return the lowest evaluation loss of this run's checkpoints; infinite if none was evaluated."""
-        best = best_manifest(self.directory.own_checkpoints().values()) if self.is_owner else None
+        own = self.directory.own_checkpoints() if self.is_owner else {}
+        best = best_manifest(manifest for manifest, _ in own.values())
         losses = collectives.all_gather_objects(best.evaluation_loss if best else None, float | None)
         return min((loss for loss in losses if loss is not None), default=math.inf)
 
@@ -612,10 +621,8 @@ class Store:
     def _broadcast_manifest(self, path: Path, source: int, digest: str) -> Manifest:
         manifest: Manifest | None = None
         if self.rank.index == source:
-            manifests = [open_manifest(part, self.saved_digests) for part in part_directories(path)]
-            manifest = next(
-                each for each in manifests if isinstance(each, Manifest) and write_manifest(each)[1] == digest
-            )
+            found = [open_manifest(part, self.saved_digests) for part in part_directories(path)]
+            manifest = next(each[0] for each in found if not isinstance(each, RejectedCheckpoint) and each[1] == digest)
         manifest = collectives.broadcast_object(manifest, Manifest | None, source=source)
         assert manifest
         return manifest
@@ -629,11 +636,11 @@ class Store:
         warning = ""
         fault: RejectedCheckpoint | None = None
         for part in parts:
-            manifest = open_manifest(part, self.saved_digests)
-            if isinstance(manifest, RejectedCheckpoint):
-                fault = fault or manifest
+            opened = open_manifest(part, self.saved_digests)
+            if isinstance(opened, RejectedCheckpoint):
+                fault = fault or opened
                 continue
-            _, part_digest = write_manifest(manifest)
+            manifest, part_digest = opened
             if part != path and self.saved_digests.get(str(path), part_digest) != part_digest:
                 continue  # a copy from an earlier attempt, which saved the same step
             digest = digest or part_digest

@@ -234,7 +234,7 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
     setup = prepare(config, resume, context, Purpose.BLAME, check_start)
     batches, position = setup.start.batches, setup.start.point(setup.start.saved).position
     assert batches
-    context.enter_phase(Phase.EVAL)
+    context.heartbeat.enter_phase(Phase.EVAL)
     batch_size = setup.start.config.training.global_batch_size
     first = position + (step - 1 - setup.step) * batch_size
     effects = []
@@ -251,6 +251,6 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
         write_atomic(context.run.blamed, "".join(reader.dumps(score) + "\n" for score in scores))
         if blamed:
             write_atomic(path, "".join(reader.dumps(skip) + "\n" for skip in iterate_skips(batches, blamed)))
-        context.log(f"using the weights of {setup.weights}")
+        context.journal.log(f"using the weights of {setup.weights}")
         for line in report_lines(step, scores, path):
-            context.log(line)
+            context.journal.log(line)

@@ -24,7 +24,7 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     evaluator = build_evaluator(start.config, setup.forward_backward, start.held_out, start.prompts, context)
     assert evaluator  # of what is held out
     loss, summary = evaluator.evaluate()
-    context.log(f"evaluation of {setup.weights}: {summary}")
+    context.journal.log(f"evaluation of {setup.weights}: {summary}")
     context.journal.resume_after(setup.step, setup.step, restart=True)
     context.journal.write_evaluation(setup.step, loss)
     if context.journal.not_written.count:

@@ -29,7 +29,7 @@ def unsupported_operation(directory: str, saves: bool = True, appends: bool = Tr
         operation = "rename files over others"
         os.replace(other_file, file)
         operation = "fsync directories"
-        sync_directory(trial_dir)
+        sync(trial_dir)
         if saves:
             operation = "rename directories"
             os.rename(trial_dir, renamed)
@@ -56,8 +56,8 @@ def _write(path: str, flags: int) -> None:
         os.close(handle)
 
 
-def sync_directory(path: str) -> None:
-    """Flush a directory to its disk; ignored on filesystems that do not support it (CIFS, some FUSE)."""
+def sync(path: str) -> None:
+    """Flush a file or a directory to its disk; ignored on filesystems that do not support it (CIFS, some FUSE: directories)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -15,7 +15,6 @@ from llama405b.optim.optimizer import (
     ignore_update,
     init_moments,
     master_pairs,
-    state_tensors,
     stochastic_elements,
     trainable_parameters,
     update_group,
@@ -31,6 +30,7 @@ from llama405b.optim.updater import (
     norm_over_ranks,
     scale_gradients,
     square_sums,
+    state_tensors,
 )
 from llama405b.settings.schema import Numerics, Optimizer, Parallel
 
@@ -56,7 +56,8 @@ class OnDeviceUpdate:
         self.before_update: BeforeUpdate = ignore_update
         self.masters = list(master_pairs(model, master))
         self.elements_by_id = stochastic_elements(master, numerics)
-        for parameter in trainable_parameters(master).values() if has_moments else ():
+        self.trainable = list(trainable_parameters(master).values())
+        for parameter in self.trainable if has_moments else ():
             init_moments(optimizer, parameter, parameter.dtype)
 
     def begin_microbatch(self, *, is_last: bool) -> None:
@@ -99,10 +100,7 @@ class OnDeviceUpdate:
             weight.grad = None
 
     def units(self) -> list[UpdateUnit]:
-        return [
-            UpdateUnit(state_tensors(self.optimizer, [parameter]))
-            for parameter in trainable_parameters(self.master).values()
-        ]
+        return [UpdateUnit(state_tensors(self.optimizer, [parameter])) for parameter in self.trainable]
 
     def wait(self) -> None:
         """Do nothing: no update is ever pending."""

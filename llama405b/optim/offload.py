@@ -38,7 +38,6 @@ from llama405b.optim.optimizer import (
     ignore_update,
     init_moments,
     master_pairs,
-    state_tensors,
     stochastic_elements,
     trainable_parameters,
     update_group,
@@ -54,6 +53,7 @@ from llama405b.optim.updater import (
     norm_over_ranks,
     scale_gradients,
     square_sums,
+    state_tensors,
 )
 from llama405b.parallel.fsdp import FsdpUnit, fsdp_units
 from llama405b.parallel.fsdp_internals import forward_prefetched

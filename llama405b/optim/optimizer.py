@@ -222,11 +222,6 @@ def group_params(optimizer: torch.optim.Optimizer) -> list[GroupParams]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the local tensors of parameters: weights, moments and step counts."""
-    return [local_tensor(tensor) for p in parameters for tensor in (p.detach(), *optimizer.state.get(p, {}).values())]
-
-
 def ignore_update(_: Sequence[Tensor]) -> None:
     """Do nothing before tensors change (the default of ``Updater.before_update``)."""
 

@@ -99,6 +99,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the local tensors of parameters: weights, moments and step counts."""
+    return [local_tensor(tensor) for p in parameters for tensor in (p.detach(), *optimizer.state.get(p, {}).values())]
+
+
 def square_sums(tensors: Iterable[Tensor]) -> list[float]:
     """Return sums of squares in FP64, one for each row of each tensor; wait for the device only once.
 

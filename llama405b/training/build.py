@@ -134,7 +134,7 @@ def open_data(data: Data, evaluation: Evaluation, files: Path, context: RankCont
     batches = _open_data(data, files, context)
     with collectives.raise_on_all_ranks():
         for line in end_token_warnings(data, batches, files) if context.rank.is_rank0 else ():
-            context.log(line)
+            context.journal.log(line)
     if not evaluation.is_enabled:
         return batches, None
     if evaluation.paths:
@@ -155,7 +155,9 @@ def open_held_out(data: Data, evaluation: Evaluation, files: Path, context: Rank
 
 def _open_data(data: Data, files: Path, context: RankContext, option: str = "--data.paths") -> Batches:
     cache = context.run.path.parent / ".cache"
-    batches = open_batches(data, files, cache, context.rank, context.heartbeat.record_progress, context.log, option)
+    batches = open_batches(
+        data, files, cache, context.rank, context.heartbeat.record_progress, context.journal.log, option
+    )
     if not data.skip:
         return batches
     skips: tuple[SkippedRange, ...] = ()
@@ -163,7 +165,7 @@ def _open_data(data: Data, files: Path, context: RankContext, option: str = "--d
         if context.rank.is_rank0:
             skips = read_skips(Path(data.skip))
     skips = collectives.broadcast_object(skips, tuple[SkippedRange, ...])
-    context.log(describe_skipped(skips))
+    context.journal.log(describe_skipped(skips))
     return dataclasses.replace(batches, mixture=mask_skipped(batches.mixture, skips))
 
 
@@ -177,7 +179,7 @@ def _hold_out(batches: Batches, data: Data, evaluation: Evaluation, context: Ran
     """Hold out a fraction of the training data; return both parts."""
     batches, held_out = batches.hold_out(evaluation.fraction)
     for line in describe_held_out(data, held_out):
-        context.log(line)
+        context.journal.log(line)
     return batches, _check_targets(held_out)
 
 
@@ -228,7 +230,7 @@ def build_model(
     checkpoint_activations(result.module, Recompute.parse(config.model.activation_checkpointing))
     origin = f"{result.origin}, {time.monotonic() - start_s:.1f} s"
     for line in [*_describe_model(config, attention, context, shape, origin, is_trained=is_trained), *kernels]:
-        context.log(line)
+        context.journal.log(line)
     return result.module, result.master
 
 
@@ -278,7 +280,7 @@ def _build_fsdp2(
             if reason := llama.fp8_unsupported_reason(rank.device):
                 raise UserError(f"--parallel.numerics fp8: {reason}, or use fp32-master")
         slower = "" if config.model.compile else "; slower than BF16 unless layers are compiled (--model.compile true)"
-        context.log(f"{llama.convert_to_fp8(full_model, rank.device)} linear layers compute in FP8{slower}")
+        context.journal.log(f"{llama.convert_to_fp8(full_model, rank.device)} linear layers compute in FP8{slower}")
     shard_layout = shard_layout_of(full_model, parallel, rank)
     adapt = functools.partial(add_adapters, adapter=adapter, dtype=shard_dtype, groups=config.optimizer.groups)
     module = split_model(full_model, parallel, rank, adapt if adapter.is_enabled else None, config.model.loss)
@@ -291,9 +293,9 @@ def _build_fsdp2(
     master, offload = master_model(module, parallel), parallel.offload != "none"
     if parallel.offload == "all":
         if rank.on_gpu:
-            context.enter_phase(Phase.PIN)
+            context.heartbeat.enter_phase(Phase.PIN)
         load_weights.materialize(module, rank, offload=True, on_pin_progress=context.heartbeat.record_progress)
-        context.enter_phase(Phase.LOAD)
+        context.heartbeat.enter_phase(Phase.LOAD)
     elif master is not module:
         load_weights.materialize(module, rank)
     if from_checkpoint and not adapter.is_enabled:
@@ -387,7 +389,7 @@ def _read_small_files(model: Model, data: Data, context: RankContext, *, needs_a
     """Return the small files of a complete checkpoint by name, in base64; create the demo model if it is missing."""
     directory = Path(model.path)
     if directory == Path(DEMO_MODEL) and not directory.exists():
-        context.log(f"making the demo's model and tokenizer in {directory}")
+        context.journal.log(f"making the demo's model and tokenizer in {directory}")
         make_demo(directory)
     random = model.weights == "random"
     resize = model.resize_vocabulary
@@ -396,7 +398,7 @@ def _read_small_files(model: Model, data: Data, context: RankContext, *, needs_a
     )
     read_hf_config(directory)  # raises what transformers would raise, before anything else reads it
     if resize and (vocab := models.grow_vocabulary(directory, llama.vocab)) > llama.vocab:
-        context.log(
+        context.journal.log(
             f"model: added {vocab - llama.vocab} embeddings to {llama.vocab} to match its tokenizer; each is the mean of the old ones"
         )
     contents = models.read_small_files(directory, data.chat_template, resize=resize)
@@ -406,7 +408,7 @@ def _read_small_files(model: Model, data: Data, context: RankContext, *, needs_a
 def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
     """Bind this rank's threads to cores near its GPU, unless the settings forbid it."""
     if parallel.numa == "auto" and (message := bind_cores(context.rank)):
-        context.log(message)
+        context.journal.log(message)
 
 
 def watch_units(parallel: Parallel, module: nn.Module, context: RankContext) -> BusyMeter | None:
@@ -429,7 +431,7 @@ def build_busy_meter(parallel: Parallel, module: nn.Module, context: RankContext
     try:
         meter.attach(module)
     except AttributeError as error:
-        context.log(f"busy time is off: this version of torch differs ({error})")
+        context.journal.log(f"busy time is off: this version of torch differs ({error})")
         return None
     return meter
 
@@ -442,7 +444,7 @@ def build_host_inputs(
         return None
     rank = context.rank
     if rank.on_gpu:
-        context.enter_phase(Phase.PIN)
+        context.heartbeat.enter_phase(Phase.PIN)
     dtype = compute_dtype(config.parallel.numerics)
     stage = rank.axes.coordinate(rank.index, ("pp",)).rank
     run = PredictedRun.from_config(llama, config, rank.world_size, axes=rank.axes)
@@ -457,7 +459,7 @@ def build_pinned_updater(config: Config, module: nn.Module, master: nn.Module, c
     heartbeat = context.heartbeat
     device = context.rank.device
     if context.rank.on_gpu and parallel.updates_on_cpu:
-        context.enter_phase(Phase.PIN)
+        context.heartbeat.enter_phase(Phase.PIN)
         if parallel.offload == "all":
             is_accumulating = MicrobatchSplit.from_training(config.training, context.rank.dp.size).grad_accum_steps > 1
             pin_for_gradients(module, 1 + (is_accumulating and parallel.updates_by_unit), heartbeat.record_progress)

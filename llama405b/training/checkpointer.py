@@ -72,11 +72,6 @@ class Checkpointer:
         self.failed_rank = 0  # number, from 1, of the rank whose ``after_save`` failed at the last report; 0: none
 
     @property
-    def is_busy(self) -> bool:
-        """Whether this rank is still writing or deleting a checkpoint."""
-        return self.saving.is_busy
-
-    @property
     def local_failed_rank(self) -> int:
         """The number of this rank, from 1, if its ``after_save`` is failing; else 0."""
         after_save = self.saving.after_save
@@ -112,7 +107,7 @@ class Checkpointer:
         after_save, deadline = self.saving.after_save, time.monotonic() + limit_s
         if after_save:
             after_save.retry_now()
-        self.context.enter_phase(Phase.CHECKPOINT)
+        self.context.heartbeat.enter_phase(Phase.CHECKPOINT)
         while True:
             local = AfterSaveStatus(
                 int(bool(after_save and after_save.has_work)),
@@ -190,8 +185,8 @@ class Checkpointer:
 
     def finish(self) -> UserError | None:
         """Wait for the save in progress and report it; return the error if it failed."""
-        if self.is_busy:
-            self.context.enter_phase(Phase.CHECKPOINT)
+        if self.saving.is_busy:
+            self.context.heartbeat.enter_phase(Phase.CHECKPOINT)
         outcome, self.slowdown_s = self.saving.finish(self.slowdown_s), 0.0
         step, self.saving_step = self.saving_step, 0
         self.context.heartbeat.record_save(None)
@@ -214,7 +209,7 @@ class Checkpointer:
             journal.log(f"step {step} was not saved: {outcome}; earlier checkpoints are untouched")
             journal.write_event(EventKind.NOT_SAVED, step=step, detail=str(outcome))
             self._answer(self.requests_in_save, step, None, str(outcome))
-        self.context.enter_phase(Phase.TRAIN)
+        self.context.heartbeat.enter_phase(Phase.TRAIN)
         return outcome if isinstance(outcome, UserError) else None
 
     def _begin(self, step: int, progress: TrainedSoFar, next_update_s: float | None) -> None:
@@ -237,7 +232,7 @@ class Checkpointer:
         """Wait until older checkpoints are deleted; log a failure, which is retried after the next save."""
         error = self.saving.finish_pruning()
         if error and not self.n_failed:  # otherwise the failed save already reported it
-            self.context.log(f"{error}; retrying after the next save")
+            self.context.journal.log(f"{error}; retrying after the next save")
 
     def _answer(self, requests: Sequence[RunRequest], step: int, path: Path | None, reason: str = "") -> None:
         for request in requests:

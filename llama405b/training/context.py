@@ -3,7 +3,6 @@
 import dataclasses
 
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Phase
 from llama405b.distributed.ranks import Rank
 from llama405b.training.journal import HeartbeatWriter, Journal
 
@@ -22,11 +21,3 @@ class RankContext:
         """Make the context of a rank that has joined the process group."""
         heartbeat.record = dataclasses.replace(heartbeat.record, gpu=rank.gpu)
         return cls(rank, heartbeat.run, Journal(heartbeat.run, rank), heartbeat)
-
-    def log(self, line: str) -> None:
-        """Print a line on rank 0."""
-        self.journal.log(line)
-
-    def enter_phase(self, phase: Phase) -> None:
-        """Enter a phase in the heartbeat."""
-        self.heartbeat.enter_phase(phase)

@@ -216,7 +216,7 @@ class Budget:
             message = (
                 f"{_format_hours(spent_gpu_hours)} of {self.max_gpu_hours:g} GPU-hours are spent (--training.gpu_hours)"
             )
-            self.context.log(message)
+            self.context.journal.log(message)
             self.context.journal.write_event(EventKind.BUDGET, detail=message)
         reserve_s = RESERVED_STEPS * step_s + RESERVED_SAVES * (save_s or self.first_save_s) + RESERVED_S
         self.is_spent = spent_gpu_hours + reserve_s * world_size / 3600 >= self.max_gpu_hours

@@ -196,7 +196,7 @@ class Trainer:
             return metrics, ""
         loss, summary = self.evaluator.evaluate()
         self.evaluator.continue_prompts(metrics.step)
-        self.context.enter_phase(Phase.TRAIN)
+        self.context.heartbeat.enter_phase(Phase.TRAIN)
         return dataclasses.replace(metrics, evaluation_loss=loss), f"evaluation after step {metrics.step}: {summary}"
 
     def after_step(self, step: int, metrics: Metrics | None) -> Stop:
@@ -211,7 +211,7 @@ class Trainer:
                 if self.budget.after_step(step_s or 0.0, checkpointer.save_s)
                 else local_actions.stop,
                 save=int(local_actions.save or checkpointer.is_due(step)),
-                still_saving=int(checkpointer.is_busy),
+                still_saving=int(checkpointer.saving.is_busy),
                 after_save_failed_rank=checkpointer.local_failed_rank,
                 save_best=int(checkpointer.is_best(loss)),
             )

@@ -105,7 +105,7 @@ class Start:
         """Refuse to train on from a checkpoint of another run, and log what changes."""
         changes = check_changes(saved, self.point(saved).identity, self.config.checkpoint.allow_changes)
         for line in filter(None, (describe_version_changes(saved), changes)):
-            context.log(line)
+            context.journal.log(line)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def prepare(
         # Without steps, cluster-top does not wait for any.
         write_atomic(context.run.config, to_toml(dataclasses.replace(config, training=training)))
 
-    context.enter_phase(Phase.LOAD)
+    context.heartbeat.enter_phase(Phase.LOAD)
     module, master = build_model(
         config, start.files, context, from_checkpoint=start.saved is not None, is_trained=trains
     )
@@ -179,7 +179,7 @@ def _open_start(config: Config, resume: str, context: RankContext, purpose: Purp
             check_packages(config.tracking)
     checkpoint = None if trains else choose_checkpoint(config, resume, files, context)
 
-    context.enter_phase(Phase.DATA)
+    context.heartbeat.enter_phase(Phase.DATA)
     saved = checkpoint.checkpoint.path if checkpoint and checkpoint.checkpoint else None
     if trains and resume != "no":
         saved = find_newest_complete(Path(config.checkpoint.dir or context.run.checkpoints))
@@ -221,7 +221,7 @@ def choose_checkpoint(config: Config, resume: str, files: Path, context: RankCon
         context.rank,
         config.timeouts.load,
         run=context.run,
-        say=context.log,
+        say=context.journal.log,
         shared=config.checkpoint.storage == "shared",
     )
     checkpoint = Resume(store, resume, weights_only=True)
@@ -238,7 +238,7 @@ def refuse_another_model(checkpoint: Resume, config: Config, files: Path, contex
             manifest.identity, model=model_fingerprint(config, files), adapter=adapter_label(config.adapter)
         )
         if changes := check_resume_changes(path, manifest.identity, current, config.checkpoint.allow_changes):
-            context.log(changes)
+            context.journal.log(changes)
 
 
 def open_checkpoints(
@@ -255,7 +255,7 @@ def open_checkpoints(
         context.rank,
         timeout_s,
         run=context.run,
-        say=context.log,
+        say=context.journal.log,
         shared=shared,
         keep_best=settings.keep_best,
     )
@@ -264,7 +264,7 @@ def open_checkpoints(
         copies_note = (
             "the next host keeps a copy" if settings.copies and n > 1 else "losing a host loses all checkpoints"
         )
-        context.log(f"checkpoints: each host keeps its part, {n_directories} in all; {copies_note}")
+        context.journal.log(f"checkpoints: each host keeps its part, {n_directories} in all; {copies_note}")
     try:
         if settings.cadence.is_enabled:
             store.acquire()
@@ -272,7 +272,8 @@ def open_checkpoints(
         checkpoint_choice = Resume(store, resume)
         if checkpoint_choice.checkpoint:
             check(checkpoint_choice.checkpoint)
-        replication = Replication(store) if settings.copies and settings.cadence.is_enabled else None
+        is_copied = settings.copies and settings.cadence.is_enabled and len(store.owners) > 1
+        replication = Replication(store) if is_copied else None
     except UserError:
         store.close()
         raise
@@ -313,15 +314,15 @@ def load_checkpoint(
     Raises:
         UserError: No checkpoint can be used.
     """
-    context.enter_phase(Phase.RESUME)
+    context.heartbeat.enter_phase(Phase.RESUME)
     while True:
         assert checkpoint_choice.checkpoint
         path = checkpoint_choice.checkpoint.path
         try:
-            step = checkpoint_choice.load(module, updater, context.rank, context.heartbeat.record_progress)
+            step = checkpoint_choice.load(module, updater, context.heartbeat.record_progress)
             break
         except DamagedError as error:
-            context.log(str(error))
+            context.journal.log(str(error))
             check(checkpoint_choice.checkpoint)
     check_weights_finite(updater.master, path)
     return step, path
@@ -382,7 +383,7 @@ def allocate_staging(config: Config, saving: CheckpointSaver, updater: Updater, 
     if (
         config.checkpoint.cadence.is_enabled and context.rank.on_gpu and config.parallel.offload == "none"
     ):  # alike on all ranks
-        context.enter_phase(Phase.PIN)
+        context.heartbeat.enter_phase(Phase.PIN)
         saving.allocate_staging(updater, context.heartbeat.record_progress)
 
 
@@ -415,7 +416,9 @@ def build_bad_steps(
 def start_trackers(tracking: Tracking, resume: str, step: int, context: RankContext) -> TrackerProcesses:
     """Start the trackers on rank 0; ``resume``: the setting, ``step``: the step of the loaded checkpoint."""
     resumed_step = None if resume in ("no", "auto") else step
-    return TrackerProcesses(tracking.to if context.rank.is_rank0 else (), context.run, context.log, resumed_step)
+    return TrackerProcesses(
+        tracking.to if context.rank.is_rank0 else (), context.run, context.journal.log, resumed_step
+    )
 
 
 def show_sequences(batches: Batches, start: StartPoint, files: Path, context: RankContext) -> None:
@@ -433,18 +436,18 @@ def show_sequences(batches: Batches, start: StartPoint, files: Path, context: Ra
 def log_reading(config: Config, batches: Batches, start: StartPoint, done_steps: int, context: RankContext) -> None:
     """Log the size of an epoch and of a step, and whether any step is left to take."""
     for line in describe_epoch(config.data, batches):
-        context.log(line)
+        context.journal.log(line)
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     dp = context.rank.dp.size
     n_micro = pluralize(
         MicrobatchSplit.from_training(config.training, dp).grad_accum_steps, "micro-batch", "micro-batches"
     )
     micro_words = f"{n_micro} on each of {pluralize(dp, 'rank')}"
-    context.log(
+    context.journal.log(
         f"{pluralize(start.steps, 'step')} of {shape} ({micro_words}), {pluralize(batches.n_sequences, 'sequence')} in an epoch"
     )
     if note := idle_rank_note(config.training, dp):
-        context.log(note)
+        context.journal.log(note)
     if done_steps >= start.steps:
         message = f"nothing to train: {done_steps} of {start.steps} steps are done"
-        context.log(f"{message}; to continue, raise training.max_steps or .epochs")
+        context.journal.log(f"{message}; to continue, raise training.max_steps or .epochs")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llama405b.contract.disk import disk_free_bytes, disk_free_files, sync_directory, unsupported_operation
+from llama405b.contract.disk import disk_free_bytes, disk_free_files, sync, unsupported_operation
 from llama405b_tools.agent import hostprobe, processes
 
 pytest.importorskip("fuse", reason="NOT RUN: needs fusepy and libfuse2")
@@ -38,7 +38,7 @@ def test_a_disk_is_tried_with_the_calls_of_a_run(tmp_path):
             assert unsupported_operation(str(disk), saves=False, appends=False) == of_export, odd
             assert (disk_free_bytes(str(disk)) is None) == (odd == "no size")
             assert (disk_free_files(str(disk)) is None) == (odd in ("no size", "no inodes left"))
-            sync_directory(str(disk))
+            sync(str(disk))
             seen = hostprobe.read_directory_facts(str(disk), True, True)
             assert (seen.get("refuses", said), seen["read_only"]) == (said, False), odd
             assert [each.total_bytes > 0 for each in processes.list_disks(disk)] == [True] * (odd != "no size")

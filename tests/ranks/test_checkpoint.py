@@ -90,7 +90,7 @@ def _resume(me, directory, root, resume="auto"):
             while done is None and chosen.checkpoint:
                 path = chosen.checkpoint.path
                 with contextlib.suppress(DamagedError):
-                    done = chosen.load(module, updater, me, lambda *_: None)
+                    done = chosen.load(module, updater, lambda *_: None)
         except UserError as error:
             return str(error)
         if done is None:
@@ -401,7 +401,7 @@ def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path
     run_ranks(1, _save_four, tiny, root)
     path = root / "step-00000008"
     manifest, digest = read_manifest((path / "manifest.json").read_bytes())
-    assert open_manifest(path, {str(path): digest}) == manifest
+    assert open_manifest(path, {str(path): digest}) == (manifest, digest)
     edited, other = write_manifest(dataclasses.replace(manifest, sequences=1))
     (path / "manifest.json").write_bytes(edited)
     assert other != digest
@@ -451,7 +451,7 @@ def _sealed_while_writing(me, directory, root, fails):
     add, write, blocks, pauses = of_write.SafetensorsFile.add, of_saving.CheckpointSaver._write, [], [0.5]
 
     def full(written, *args):
-        if written.file.path.name.endswith("-0.safetensors"):
+        if written.path.name.endswith("-0.safetensors"):
             time.sleep(pauses.pop() if pauses else 0)  # so that the other threads have something to write, too
         elif me.index == 1:
             raise fails

@@ -189,7 +189,8 @@ def _takes_steps(me, directory, kind, evaluates):
     context = RankContext(me, RunDir(Path()), journal, heartbeat)
     compared = []  # with the best loss that was saved
     saver = nothing(
-        saving_step=0, save_s=0.0, new_checkpoints=[], cadence=nothing(is_enabled=False), is_busy=False, is_due=lambda _: False,
+        saving_step=0, save_s=0.0, new_checkpoints=[], cadence=nothing(is_enabled=False), saving=nothing(is_busy=False),
+        is_due=lambda _: False,
         is_best=lambda loss: bool(compared.append(loss)),
         after_step=lambda *_, **__: None, local_failed_rank=0, report_after_save=lambda _: None,
         wait_for_after_save=lambda *_: None,

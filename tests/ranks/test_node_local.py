@@ -63,7 +63,7 @@ def _resume(me, directory, place, hosts, order=None, wanted="auto"):
         chosen = Resume(store, wanted)
         while done is None and chosen.checkpoint:
             try:
-                done = chosen.load(module, updater, me, lambda n, _: brought.append(n))
+                done = chosen.load(module, updater, lambda n, _: brought.append(n))
             except DamagedError as fault:
                 brought.append(str(fault))
     except UserError as error:
@@ -158,7 +158,7 @@ def _said_at_the_start(me, place):
     os.environ["HOSTS"] = str(place)
     _on_host(me, me.world_size)
     said = []
-    context = types.SimpleNamespace(rank=me, run=RunDir(Path("run")), log=said.append)
+    context = types.SimpleNamespace(rank=me, run=RunDir(Path("run")), journal=types.SimpleNamespace(log=said.append))
     saving, _ = open_checkpoints(Checkpoint(storage="local", every="0"), 60, "no", 1, context, lambda _: None)
     saving.store.close()
     return said

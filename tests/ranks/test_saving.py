@@ -65,13 +65,16 @@ def _train(me, directory, root, form, share=None):
     if FORMS[form]["overlap"]:
         slow(updater, 0.01)  # so that updates are pending when the save begins
     torch.manual_seed(me.index)  # the checkpoint has its state
+    tensors = [tensor for unit in updater.units() for tensor in unit.tensors]
+    whole = sum(tensor.nbytes for tensor in tensors)
+    store, saving = _saving(me, root, int(whole * (share or 0)))
+    saving.plan(updater)
+    for state in updater.optimizer.state.values():
+        state["step"] = state["step"].clone()  # torch may move what it pads, in the first forward
     for step in range(1, SAVED + 1):
         began = time.monotonic()
         take(me, module, updater, step)
     step_s = STEP_S + time.monotonic() - began  # as long as this machine takes now
-    tensors = [tensor for unit in updater.units() for tensor in unit.tensors]
-    whole = sum(tensor.nbytes for tensor in tensors)
-    store, saving = _saving(me, root, int(whole * (share or 0)))
     if share is not None:
         _slow_disk(STEPS_A_SAVE * step_s / len(tensors))
     saving.begin(
@@ -95,7 +98,7 @@ def _twice(me, directory, roots, form, share):
 def _content(path):
     from llama405b.checkpoint.format import CheckpointReader, open_manifest
 
-    reader = CheckpointReader(path, open_manifest(path, {}))
+    reader = CheckpointReader(path, open_manifest(path)[0])
     return {name: reader.read_whole(name) for name in reader.index.tensors}
 
 
@@ -123,6 +126,7 @@ def test_what_lands_is_the_state_after_the_step(tiny, tmp_path, form, share):
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert sum(name.startswith("model.") for name in one) > 10
+    assert {float(count) for name, count in one.items() if name.endswith(".step")} == {SAVED}
 
 
 class _Told:
@@ -161,7 +165,7 @@ def _run(me, directory, root, every, fails_at=(), slow=0.0, steps=8, request_at=
     module, updater = build(me, directory, offload="optimizer", overlap=True)
     store, saving = _saving(me, root)
     told = _Told()
-    context = types.SimpleNamespace(rank=me, journal=told, log=told.log, enter_phase=told.enter_phase, heartbeat=told)
+    context = types.SimpleNamespace(rank=me, journal=told, heartbeat=told)
     saver = Checkpointer(saving, updater, _identity(), Checkpoint(every=every), context, restart_s=1.0)
     add = of_write.SafetensorsFile.add
 
@@ -185,10 +189,10 @@ def _run(me, directory, root, every, fails_at=(), slow=0.0, steps=8, request_at=
         began = time.monotonic()
         take(me, module, updater, step)
         step_s = time.monotonic() - began
-        while saver.is_busy and not slow:  # steps are longer than saves
+        while saving.is_busy and not slow:  # steps are longer than saves
             time.sleep(0.01)
         asked = [RunRequest("r", RequestKind.SAVE, "me", 0.0)] if step == request_at else []
-        wishes = AfterStepActions(save=int(bool(asked) or saver.is_due(step)), still_saving=int(saver.is_busy))
+        wishes = AfterStepActions(save=int(bool(asked) or saver.is_due(step)), still_saving=int(saving.is_busy))
         try:
             saver.after_step(
                 step, collectives.all_reduce_max_fields(wishes), asked, TrainedSoFar(0), ending=step == steps

@@ -120,7 +120,7 @@ def restore(path, module, updater, me, **how):
     from llama405b.checkpoint import resume
     from llama405b.checkpoint.format import CheckpointReader, open_manifest
 
-    manifest = open_manifest(path, {})
+    manifest, _ = open_manifest(path)
     resume.restore(CheckpointReader(path, manifest), module, updater, me, **how)
     return manifest.step
 

@@ -20,9 +20,8 @@ def _snapshot():
     weight = torch.zeros(N, device="cuda")
     weight.add_(1)
     state = CopyOnUpdate(
-        [UpdateUnit([weight], None)], Staging([weight.nbytes], 1 << 30, weight.device, lambda *_: None)
+        [UpdateUnit([weight], None)], [weight], Staging([weight.nbytes], 1 << 30, weight.device, lambda *_: None)
     )
-    state.plan([weight])
     state.before_update([weight])
     weight.add_(1)
     [content] = [float(tensor.mean()) for _, tensor in state.read()]

@@ -152,7 +152,7 @@ def test_a_copy_that_cannot_be_asked_for_fails_no_save(monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     ring = object.__new__(replication.Replication)
-    ring.is_active, ring.step, ring.replicated_step, ring.resume_step = True, 0, 0, 0
+    ring.step, ring.replicated_step, ring.resume_step = 0, 0, 0
     ring.ring = replication.Ring(1, "b", replication.Endpoint(1, "a", 1, "t"), "/c", "r", 2)
     ring.store = types.SimpleNamespace(run=RunDir(Path("/r")), rank=types.SimpleNamespace(host="a"))
     ring.update_replicated_step = lambda _: 0

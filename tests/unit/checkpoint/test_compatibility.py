@@ -72,5 +72,5 @@ def test_a_checkpoint_of_other_code_says_so():
     )
     lines, config = [], SimpleNamespace(checkpoint=SimpleNamespace(allow_changes=()))
     begin = SimpleNamespace(config=config, point=lambda _: SimpleNamespace(identity=None))
-    Start.check(begin, start(torch="2.1"), SimpleNamespace(log=lines.append))
+    Start.check(begin, start(torch="2.1"), SimpleNamespace(journal=SimpleNamespace(log=lines.append)))
     assert lines[0] == said(torch="2.1")

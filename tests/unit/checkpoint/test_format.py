@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_index import SHAPES, held_by_ranks
 
 from llama405b.checkpoint import format as format_module
+from llama405b.checkpoint.copy_on_update import CopyOnUpdate, Staging
 from llama405b.checkpoint.format import (
     CheckpointReader,
     DamagedError,
@@ -24,27 +25,13 @@ from llama405b.checkpoint.format import (
     open_manifest,
 )
 from llama405b.checkpoint.index import Chunk, Holdings, plan_index
-from llama405b.checkpoint.saving import Part, write_parts
+from llama405b.checkpoint.saving import write_parts
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import Manifest, read_manifest, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.settings.axes import Axes
 from llama405b.spec.tensors import ShardLayout
 from ranks_rig import ROOT
-
-
-class Live:
-    """A state that nothing changes; each of several threads takes its turn."""
-
-    def plan(self, tensors):
-        self.left = [*enumerate(tensors)]
-
-    def read(self):
-        while self.left:
-            yield self.left.pop()
-
-    def abandon(self):
-        self.left = []
 
 
 def _cut(tensor, box):
@@ -71,18 +58,16 @@ def save(path, axes, scale=1):
     (path / "index.json").write_text(reader.dumps(index))
     files = {"index.json": hash_file(path / "index.json", 0)}
     for rank in range(axes.world_size):
-        parts = [
-            Part(name, tensors[name].shape, chunk, _cut(tensors[name], chunk.box))
-            for name, chunk in index.parts_of(rank)
-        ]
-        files |= write_parts(path, rank, parts, Live())
+        parts = [*index.parts_of(rank)]
+        live = [_cut(tensors[part.name], part.box) for part in parts]
+        files |= write_parts(path, rank, parts, CopyOnUpdate([], live, Staging((), 0, torch.device("cpu"), print)))
     content, _ = write_manifest(Manifest(3, 4, files, axes.world_size))
     (path / "manifest.json").write_bytes(content)
     return tensors
 
 
 def open_reader(path):
-    return CheckpointReader(path, open_manifest(path, {}))
+    return CheckpointReader(path, open_manifest(path)[0])
 
 
 @pytest.fixture(scope="module")
@@ -344,9 +329,10 @@ def _spoil(path, chosen):
 
 def _load(path):
     """All tensors, or why a resume does not use the checkpoint."""
-    manifest = open_manifest(path, {})
-    if isinstance(manifest, RejectedCheckpoint):
-        return str(manifest)
+    opened = open_manifest(path)
+    if isinstance(opened, RejectedCheckpoint):
+        return str(opened)
+    manifest, _ = opened
     if fault := check_files(path, manifest)[1]:
         return str(fault)
     try:

@@ -66,16 +66,16 @@ def test_it_is_passed_over_and_named(tmp_path, damage, words):
     _checkpoint(tmp_path, 4)
     path = _checkpoint(tmp_path, 8)
     damage(path)
-    found = open_manifest(path, {})
+    found = open_manifest(path)
     if not isinstance(found, RejectedCheckpoint):
-        _, found = check_files(path, found)
+        _, found = check_files(path, found[0])
     assert found.fault is CheckpointFault.DAMAGED
     assert words in found.why
 
 
 def test_what_was_saved_is_not_replaced_by_another_manifest_of_the_step(tmp_path):
     path = _checkpoint(tmp_path, 8)
-    manifest = open_manifest(path, {})
+    manifest, _ = open_manifest(path)
     assert check_files(path, manifest) == (list(manifest.files), None)
     (path / "extra.safetensors").touch()
     assert check_files(path, manifest)[1] is None

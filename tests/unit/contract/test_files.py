@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llama405b.contract.disk import sync_directory, unsupported_operation
+from llama405b.contract.disk import sync, unsupported_operation
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import append_line, walk, write_atomic
 
@@ -63,7 +63,7 @@ def test_a_walk_goes_through_links_and_refuses_those_that_lead_nowhere(tmp_path)
 
 def test_a_disk_that_is_tried_and_synced_has_no_file_open_afterwards(tmp_path):
     assert unsupported_operation(str(tmp_path)) == ""
-    sync_directory(str(tmp_path))
+    sync(str(tmp_path))
     open_files = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
     assert [path for path in open_files if path.is_relative_to(tmp_path)] == []
     assert list(tmp_path.iterdir()) == []

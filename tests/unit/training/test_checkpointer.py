@@ -43,10 +43,9 @@ class Disk:
 
 def _context(journal, heartbeat=None):
     heartbeat = heartbeat or types.SimpleNamespace(record_save=lambda _: None)
+    heartbeat.enter_phase = lambda _: None
     rank = types.SimpleNamespace(world_size=1, is_rank0=True)
-    return types.SimpleNamespace(
-        journal=journal, log=journal.log, enter_phase=lambda _: None, heartbeat=heartbeat, rank=rank
-    )
+    return types.SimpleNamespace(journal=journal, heartbeat=heartbeat, rank=rank)
 
 
 def _train(fails, last, **more):

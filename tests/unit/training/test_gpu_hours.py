@@ -47,9 +47,9 @@ def attempt(tmp_path, clock):
 
     def begin(gpu_hours, said=None, *, is_rank0=True):
         said = [] if said is None else said
-        journal = SimpleNamespace(write_event=lambda kind, detail: said.append(kind.value))
+        journal = SimpleNamespace(write_event=lambda kind, detail: said.append(kind.value), log=said.append)
         me = SimpleNamespace(is_rank0=is_rank0, world_size=WORLD)
-        context = SimpleNamespace(rank=me, run=RunDir(tmp_path), journal=journal, log=said.append)
+        context = SimpleNamespace(rank=me, run=RunDir(tmp_path), journal=journal)
         return guards.Budget(gpu_hours, context, clock.now)
 
     return begin

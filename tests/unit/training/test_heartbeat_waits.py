@@ -19,7 +19,7 @@ def test_a_heartbeat_has_the_number_of_the_gpu(tmp_path, monkeypatch, visible, g
     for device, shown in ((torch.device("cuda", 1), gpu), (torch.device("cpu"), "")):
         me = Rank(9, 16, 1, "b", device)
         heartbeat = HeartbeatWriter(RunDir(tmp_path), me)
-        RankContext.from_rank(me, heartbeat).enter_phase(Phase.TRAIN)
+        RankContext.from_rank(me, heartbeat).heartbeat.enter_phase(Phase.TRAIN)
         assert read_record(Heartbeat, RunDir(tmp_path).heartbeat(9)).gpu == shown
 
 
