@@ -219,6 +219,8 @@ class CopyOnUpdate:
             self.is_abandoned = True
             for entry in self.entries:
                 self._finish(entry)
+            self.entries = []  # FSDP1's are copies
+            self.live_queue.clear()
 
     def _wait_for_readable(self) -> TrackedTensor | None:
         """Wait for a tensor that can be read and return it; None if all have been read."""

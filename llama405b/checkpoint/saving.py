@@ -12,7 +12,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from llama405b.checkpoint.compatibility import software_versions
 from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging, lower_thread_priority
 from llama405b.checkpoint.index import FileKind, Holdings, Part, plan_index
 from llama405b.checkpoint.replication import AfterSave, Replication
-from llama405b.checkpoint.state import find_parts, rng_state, state_to_save
+from llama405b.checkpoint.state import PartTensors, find_parts, rng_state, state_to_save
 from llama405b.checkpoint.store import Store
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import (
@@ -41,7 +41,7 @@ from llama405b.contract.hashes import BLOCK_BYTES, DIRECT_ALIGNMENT, BlockHasher
 from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import OnByteProgress, free_bytes
 from llama405b.optim.updater import Updater, UpdateUnit
-from llama405b.spec.tensors import TensorPart, TensorSlice, build_parts_header
+from llama405b.spec.tensors import TensorPart, build_parts_header
 
 THREADS = 4  # per rank; hashing and writing release the GIL
 PIECE_BYTES = 1 << 20  # small enough to be hashed while it is in the CPU's cache
@@ -87,9 +87,7 @@ class SafetensorsFile(DirectFile):
         header = _header(self.parts, self.header_bytes)
         with ThreadPoolExecutor(1, "writer") as thread:
             first = thread.submit(self._hash_first, header)  # while the disk is busy
-            with self.path.open("r+b") as file:
-                file.write(header)
-            self.flush()
+            self.flush(header)
         blocks = (*first.result(), *(self.hasher.blocks if self.hasher.n_bytes else ()))
         return FileDigest(self.header_bytes + self.n_first + self.hasher.n_bytes, 0, blocks)
 
@@ -193,7 +191,7 @@ class CheckpointSaver:
         self.described_digests: dict[str, FileDigest] = {}
         self.parts: Sequence[Part] = ()  # that this rank writes
         self.planned: Holdings | None = None  # what this rank has of the state
-        self.tensors: Mapping[tuple[str, TensorSlice], Tensor] = {}  # of it: the live ones
+        self.tensors: PartTensors = {}  # of it: the live ones
         self.addresses: Sequence[int] = ()  # of what updates change, when they were found
         self.step = 0  # of the last save
         self.blocked_s = 0.0
@@ -233,7 +231,7 @@ class CheckpointSaver:
             UserError: The run's own files cannot be read.
         """
         store, described = self.store, dict[str, bytes]()
-        self.planned = self._find_tensors(updater)
+        self.planned, _ = self._find_tensors(updater)
         index = plan_index(collectives.all_gather_objects(self.planned, Holdings, store.group))
         self.parts = [*index.parts_of(self.rank.index)]
         store.run_on_owners(
@@ -248,11 +246,12 @@ class CheckpointSaver:
         } | {INDEX: reader.dumps(index).encode()}
         self.described_digests = {name: _digest_of(content) for name, content in self.described.items()}
 
-    def _find_tensors(self, updater: Updater) -> Holdings:
-        """Find the tensors of the state; return what this rank has."""
+    def _find_tensors(self, updater: Updater) -> tuple[Holdings, PartTensors]:
+        """Return what this rank has of the state, and its tensors, which are remembered unless they are FSDP1's copies."""
         self.addresses = _addresses(updater.units())
-        holdings, self.tensors = find_parts(state_to_save(updater, self.rank))
-        return holdings
+        holdings, tensors = find_parts(state_to_save(updater, self.rank))
+        self.tensors = {} if isinstance(updater.master, FullyShardedDataParallel) else tensors
+        return holdings, tensors
 
     def begin(
         self,
@@ -274,12 +273,16 @@ class CheckpointSaver:
         assert self.staging
         if not self.planned:
             self.plan(updater)
-        units, is_fsdp1 = updater.units(), isinstance(updater.master, FullyShardedDataParallel)
-        # FSDP1 saves copies; FSDP2 moves what it pads in its first forward
-        if (is_fsdp1 or _addresses(units) != self.addresses) and self._find_tensors(updater) != self.planned:
-            raise RuntimeError("the run's tensors are no longer those that were planned before step 1")
+        units, live_tensors = updater.units(), self.tensors
+        is_fsdp1 = isinstance(updater.master, FullyShardedDataParallel)
+        # Torch may move what it pads. All ranks look, or none: looking reshards what is gathered.
+        [must_look] = collectives.all_reduce_max([int(is_fsdp1 or _addresses(units) != self.addresses)])
+        if must_look:
+            holdings, live_tensors = self._find_tensors(updater)
+            if holdings != self.planned:
+                raise RuntimeError("the run's tensors are no longer those that were planned before step 1")
         rng = rng_state(self.rank)
-        tensors = [rng[part.name] if part.name in rng else self.tensors[part.name, part.box] for part in self.parts]
+        tensors = [rng[part.name] if part.name in rng else live_tensors[part.name, part.box] for part in self.parts]
         snapshot = CopyOnUpdate(units, tensors, self.staging, next_update_s)
         updater.before_update = snapshot.before_update
         self.save_future = self.thread.submit(self._save, step, snapshot, identity, progress)

@@ -28,6 +28,7 @@ from llama405b.spec.tensors import TensorSlice, full_slice
 
 Tensors = dict[str, Tensor]
 Parts = list[tuple[TensorSlice, Tensor]]  # what a rank has of a tensor: which box of it, and its elements
+PartTensors = dict[tuple[str, TensorSlice], Tensor]  # the same of all tensors, by name and box
 
 
 def state_to_save(updater: Updater, rank: Rank) -> Tensors:
@@ -116,7 +117,7 @@ def local_parts(tensor: Tensor) -> Parts:
     return [(full_slice(tensor.shape), tensor)]
 
 
-def find_parts(tensors: Tensors) -> tuple[Holdings, dict[tuple[str, TensorSlice], Tensor]]:
+def find_parts(tensors: Tensors) -> tuple[Holdings, PartTensors]:
     """Return which parts of which tensors this rank has, and its elements of each."""
     parts = {name: local_parts(tensor) for name, tensor in tensors.items()}
     held = {

@@ -228,6 +228,17 @@ def best_manifest(manifests: Iterable[Manifest]) -> Manifest | None:
     return min(losses, key=lambda entry: entry[:2], default=(None, 0, None))[2]
 
 
+FileVersion = tuple[Path, int, int, int]  # other numbers tell that a file was replaced
+
+
+def _identify(file: Path) -> FileVersion:
+    try:
+        info = file.stat()
+    except OSError:
+        return file, 0, 0, 0
+    return file, info.st_ino, info.st_size, info.st_mtime_ns
+
+
 class CheckpointDirectory:
     """The directory of one run's checkpoints, for the one process that changes it."""
 
@@ -240,8 +251,8 @@ class CheckpointDirectory:
             Manifest, str
         ]  # of the checkpoint that is being saved: its manifest, and that one's digest
         self.opened: dict[
-            Path, tuple[Manifest, str]
-        ] = {}  # of this run's checkpoints: a manifest may be large, and is read once
+            FileVersion, tuple[Manifest, str]
+        ] = {}  # of this run: a manifest may be large, and is read once
         self.holder = LeaseHolder(root, run.name, f"{host}:{run.path.resolve()}", attempt)
 
     def partial_path(self, final: Path) -> Path:
@@ -297,18 +308,20 @@ class CheckpointDirectory:
     def commit(self, final: Path) -> None:
         """Rename the directory to its final name."""
         self.partial_path(final).rename(final)  # fails if another run has put a checkpoint there
-        self.opened[final] = self.prepared
+        self.opened[_identify(final / MANIFEST)] = self.prepared
         sync(str(self.root))
 
     def own_checkpoints(self) -> dict[Path, tuple[Manifest, str]]:
         """Return the checkpoints that this run saved, with their manifests and the digests of these, oldest first."""
-        found = {path: self.opened.get(path) or open_manifest(path) for path in list_committed(self.root)}
-        self.opened = {
+        files = {path: _identify(path / MANIFEST) for path in list_committed(self.root)}
+        found = {path: self.opened.get(file) or open_manifest(path) for path, file in files.items()}
+        own = {
             path: opened
             for path, opened in found.items()
             if not isinstance(opened, RejectedCheckpoint) and opened[0].run == self.run.name
         }
-        return self.opened
+        self.opened = {files[path]: opened for path, opened in own.items()}
+        return own
 
     def delete_old(self, step: int, keep: int, protected_steps: Set[int], *, keep_best: bool = False) -> None:
         """Delete this run's old checkpoints; keep the newest ``keep``, protected steps and maybe the best.

@@ -174,12 +174,15 @@ class DirectFile:
             if self.n_buffered == BUFFER_BYTES:
                 self._write_out(self.n_buffered)
 
-    def flush(self) -> None:
-        """Write all bytes and fsync; nothing more can be written."""
+    def flush(self, head: bytes = b"") -> None:
+        """Write all bytes, and ``head`` at the beginning, and fsync; nothing more can be written."""
         # aligned blocks with O_DIRECT, then the unaligned tail without it
         self._write_out(self.n_buffered // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT)
         self._set_direct(direct=False)
         self._write_out(self.n_buffered)
+        n_written = 0
+        while n_written < len(head):  # a disk that is nearly full takes a part
+            n_written += os.pwrite(self.descriptor, head[n_written:], n_written)
         os.fsync(self.descriptor)
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
         losses.append(_step(me, module, updater, number))
         if number % 2 == 0:
             if number == tear_at and me.index == 1:
-                of_write.FileDigest = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+                of_write.SafetensorsFile.finish = lambda _: os.kill(os.getpid(), signal.SIGKILL)
             save(store, number, updater)
     store.close()
     return losses, torch.get_rng_state().sum().item()

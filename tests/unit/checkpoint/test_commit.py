@@ -72,6 +72,21 @@ def test_what_cannot_be_deleted_is_named_and_all_else_is_deleted(directory, in_u
     assert _steps(directory) == ["step-00000003", "step-00000004"]
 
 
+def test_manifests_are_read_once_and_again_where_another_stands(directory, monkeypatch):
+    read, opened = [], store.open_manifest
+    monkeypatch.setattr(store, "open_manifest", lambda path: (read.append(path.name), opened(path))[1])
+    paths = [_checkpoint(directory, step) for step in (1, 2, 3)]
+    assert [*directory.own_checkpoints()] == [*directory.own_checkpoints()] == paths
+    (paths[2] / "manifest.json").unlink()  # by hand: what is left is not counted among those that are kept
+    (paths[1] / "manifest.json").write_bytes(
+        (paths[1] / "manifest.json").read_bytes().replace(b'"run":"r"', b'"run":"s"')
+    )
+    directory.delete_old(4, 1, set())
+    assert [*directory.own_checkpoints()] == paths[:1]
+    assert read[:3] == [path.name for path in paths]
+    assert {*read[3:]} == {path.name for path in paths[1:]}
+
+
 @pytest.mark.parametrize("ending", ["tmp", "tmp-old", "tmp-read"])
 def test_a_save_begins_beside_what_cannot_be_deleted(directory, in_use, ending):
     left = directory.root / f"step-00000004.r.{ending}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 
 import pytest
 import torch
@@ -44,3 +45,10 @@ def test_any_reader_finds_what_was_written_and_the_hashes_are_of_the_file(tmp_pa
     assert len(content) == digest.bytes
     pieces = [content[begin : begin + block_bytes] for begin in range(0, len(content), block_bytes)]
     assert digest.blocks == tuple(hashlib.sha256(piece).hexdigest() for piece in pieces)
+
+
+def test_a_disk_that_takes_a_part_of_the_header_gets_the_rest(tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, content, begin: pwrite(file, content[:100], begin))
+    _written(tmp_path / "x.safetensors", "ab")
+    assert sorted(load_file(tmp_path / "x.safetensors")) == ["a", "b"]
