@@ -270,6 +270,7 @@ def predict_goodput(
     return Goodput(share, cost_s / (interval_s + cost_s), interval_s, mtbf_s)
 
 
+ASSUMED_RAM_BYTES = 2048.0 * GIB  # of a host
 LINK_BYTES_PER_S = 50e9  # of a GPU to other hosts, assumed: 400 Gbit/s
 RATE_PATTERN = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(Gb/s|GB/s)")
 SIZE_PATTERN = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(GiB|TiB|GB|TB)")
@@ -341,7 +342,9 @@ def apply_machine_options(detected: Machines, options: MachineOptions, gpus: dic
         nodes=n_hosts or detected.nodes,
         slots=n_slots or slots,
         gpu=gpu,
-        ram_bytes=parse_quantity(options.ram, "--ram", SIZE_PATTERN) if options.ram else detected.ram_bytes,
+        ram_bytes=parse_quantity(options.ram, "--ram", SIZE_PATTERN)
+        if options.ram
+        else detected.ram_bytes or ASSUMED_RAM_BYTES,
         nic_bytes_per_s=nic or gpu.per_host * LINK_BYTES_PER_S,
         disk_bytes_per_s=parse_quantity(options.disk, "--disk", RATE_PATTERN)
         if options.disk
@@ -363,6 +366,8 @@ def describe_assumptions(
     if machines.nodes > 1 and not options.nic and not detected.nic_bytes_per_s:
         link_note = " (no active RDMA link was found)" if hosts_asked else ""
         parts.append(f"{machines.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host{link_note}")
+    if not (options.ram or detected.ram_bytes):
+        parts.append(f"{machines.ram_bytes / GIB:,.0f} GiB of RAM a host (--ram)")
     return [f"assumed      {'; '.join(parts)}"] if parts else []
 
 

@@ -79,11 +79,14 @@ def find_gpu(name: str, gpus: dict[str, Gpu]) -> Gpu:
 
 
 def match_gpu(name: str, memory_bytes: float, gpus: dict[str, Gpu]) -> Gpu | None:
-    """Return the GPU with nvidia-smi's name and about this much memory; None: it is not in the table."""
+    """Return the GPU with nvidia-smi's name and about this much memory, of which torch sees no more; None: it is not in the table."""
     products = {word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word}
     candidates = [gpu for gpu in gpus.values() if gpu.product.upper() in products]
     matches = [gpu for gpu in candidates if abs(gpu.memory_bytes / memory_bytes - 1) < MEMORY_TOLERANCE]
-    return min(matches, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
+    if not matches:
+        return None
+    gpu = min(matches, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes))
+    return dataclasses.replace(gpu, memory_bytes=min(gpu.memory_bytes, memory_bytes))
 
 
 def _positive_number(gpu: dict[str, object], key: str) -> float:

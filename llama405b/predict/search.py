@@ -233,11 +233,14 @@ def can_predict(config: Config) -> bool:
 
 
 MIN_GAIN = 0.01
+SPARE_SHARE = (
+    0.02  # of a GPU's memory, left free where layers are filled in: loading, evaluation and saves are not counted
+)
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
 
 
 def keep_most_activations(prediction: Prediction) -> Prediction:
-    """Return the run with as many layers' activations kept as surely fit: all, or operators' results, where the trainer takes that."""
+    """Return the run with as many layers' activations kept as fit with room to spare: all, or operators' results, where the trainer can."""
 
     def with_recompute(recompute: Recompute) -> Prediction:
         return prediction.with_run(dataclasses.replace(prediction.run, recompute=recompute))
@@ -251,20 +254,26 @@ def keep_most_activations(prediction: Prediction) -> Prediction:
         if is_legal(dataclasses.replace(prediction.run, recompute=mode))
     ]
     for mode in modes:
-        if (candidate := with_recompute(mode)).gpu_fit is Fit.YES:
+        if _has_room(candidate := with_recompute(mode)):
             return candidate
     if Recompute("operators") not in modes:
         return prediction
     margin, layers = _reserved_overhead(prediction), max(prediction.run.stages, default=prediction.run.llama.layers)
     while True:  # by what is allocated, as what is reserved beside it takes long to find
-        budget = prediction.cluster.gpu.memory_bytes - margin
+        budget = prediction.cluster.gpu.memory_bytes * (1 - SPARE_SHARE) - margin
         n_layers = bisect.bisect_right(
             range(1, layers), budget, key=lambda count: with_operators(count).needs.gpu_bytes
         )
         candidate = with_operators(n_layers) if n_layers else prediction
-        if not n_layers or candidate.gpu_fit is Fit.YES:
+        if not n_layers or _has_room(candidate):
             return candidate
         margin, layers = max(margin, _reserved_overhead(candidate)), n_layers
+
+
+def _has_room(prediction: Prediction) -> bool:
+    """Whether a run surely fits into a GPU, and leaves a share of it free."""
+    reserved_bytes = prediction.needs.gpu_reserved_bytes or prediction.needs.gpu_bytes
+    return prediction.gpu_fit is Fit.YES and reserved_bytes <= (1 - SPARE_SHARE) * prediction.cluster.gpu.memory_bytes
 
 
 def _reserved_overhead(prediction: Prediction) -> float:
@@ -388,7 +397,7 @@ def rank_variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)
 
     Those that fit come first, then those that need nothing tested on one GPU at most.
     Among those near the fastest, the one with most free memory is first. BF16 moments that were not requested come after the others near
-    the fastest, as they are rounded, and so do states in host memory of unknown size. Meshes come by speed.
+    the fastest, as they are rounded. Meshes come by speed.
     """
 
     def sort_key(candidate: Prediction) -> tuple[float, ...]:
@@ -396,9 +405,8 @@ def rank_variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)
         is_fast = candidate.fit > Fit.NO and is_near_fastest(candidate, fastest[candidate.fit])
         if is_untested or not is_fast:
             return (-candidate.fit, is_untested, 1, -(candidate.tokens_per_s or 0.0), candidate.needs.gpu_bytes)
-        has_unknown_ram = candidate.run.offload != "none" and not candidate.ram_bytes
         rounds_moments = candidate.run.moments != prediction.run.moments and candidate.run.moments == "bf16"
-        return (-candidate.fit, is_untested, 0, rounds_moments, has_unknown_ram, -candidate.spare_share)
+        return (-candidate.fit, is_untested, 0, rounds_moments, -candidate.spare_share)
 
     candidates: list[Prediction] = []
     meshes: list[Prediction] = []

@@ -62,13 +62,9 @@ def format_prediction(prediction: Prediction, options: ReportOptions) -> list[st
     """Format a prediction as lines."""
     lines = [_format_run(prediction), *_memory_lines(prediction)]
     if prediction.host_bytes:
-        limit = (
-            f" of {prediction.ram_bytes / GIB:,.0f} GiB: {FIT_LABELS[prediction.ram_fit]}"
-            if prediction.ram_bytes
-            else " GiB (pass --ram to check)"
-        )
+        limit = f"of {prediction.ram_bytes / GIB:,.0f} GiB: {FIT_LABELS[prediction.ram_fit]}"
         needed = format_spread(prediction.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
-        lines.append(f"host memory  {needed}{limit}, per host: {_format_parts(prediction.host_bytes_by_kind)}")
+        lines.append(f"host memory  {needed} {limit}, per host: {_format_parts(prediction.host_bytes_by_kind)}")
     lines += [*_time_lines(prediction, options), *_storage_lines(prediction)]
     run = prediction.run
     batch = Training(global_batch_size=run.global_batch, micro_batch_size=run.micro_batch)
@@ -97,7 +93,10 @@ def _format_run(prediction: Prediction) -> str:
 def _memory_lines(prediction: Prediction) -> list[str]:
     needs, gpu = prediction.needs, prediction.cluster.gpu
     name, runtime = ("rank memory", "PyTorch") if gpu.is_cpu else ("GPU memory", "CUDA and NCCL")
-    limit = f"of {gpu.memory_bytes / GIB:,.0f} GiB: {FIT_LABELS[prediction.gpu_fit]}"
+    limit = f"of {gpu.memory_bytes / GIB:,.1f} GiB: {FIT_LABELS[prediction.gpu_fit]}"
+    if prediction.gpu_fit is Fit.YES:
+        used_bytes = needs.gpu_reserved_bytes or needs.gpu_bytes * (1 + prediction.memory_spread)
+        limit += f", {(gpu.memory_bytes - used_bytes) / GIB:,.1f} to spare"
     largest = f"; largest micro-batch that fits: {largest_micro_batch(prediction)}"
     lines = [
         f"{name:12} {_format_gpu_memory(prediction)} {limit}{largest}",
@@ -226,7 +225,7 @@ def format_expectation(prediction: Prediction) -> str:
     memory_gib = prediction.cluster.gpu.memory_bytes / GIB
     slower = "; slower, with allocator retries" if prediction.gpu_fit is Fit.RETRIES else ""
     return (
-        f"expected: {step}{_format_gpu_memory(prediction)} of {memory_gib:,.0f} GiB of each {device}{slower}; {basis}"
+        f"expected: {step}{_format_gpu_memory(prediction)} of {memory_gib:,.1f} GiB of each {device}{slower}; {basis}"
     )
 
 

@@ -427,10 +427,10 @@ def test_what_cannot_fit_is_known_before_a_launch():
     assert found.cluster.gpu.name == "h100-80"
     assert found.cluster.nic_bytes_per_s == 25e9 / 8  # its link's, without RDMA
     assert outlook(*offloaded, mib=0) is None
-    assert misfit(outlook()).startswith("a GPU has 80.0 GiB, but a rank would allocate about 284.3 at ")
+    assert misfit(outlook()).startswith("a GPU has 79.1 GiB, but a rank would allocate about 284.3 at ")
     tight = outlook(*offloaded, ram_gib=4000)
     assert (tight.gpu_fit, misfit(tight)) == (Fit.RETRIES, "")
-    assert "reserved of 80 GiB of each GPU; slower, with allocator retries; " in format_expectation(tight)
+    assert "reserved of 79.1 GiB of each GPU; slower, with allocator retries; " in format_expectation(tight)
     assert misfit(outlook(*offloaded)) == ""  # 2,022 of 2,000 GiB: within what the prediction may be wrong
     assert (
         misfit(outlook(*offloaded, ram_gib=1500))

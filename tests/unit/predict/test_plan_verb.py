@@ -61,7 +61,7 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
 def test_a_model_that_does_not_fit_is_said_so(capsys):
     words = ["--preset", "llama3.1-70b", "--nodes", "2", "--gpu", "a100-40"]
     code, out = asked(capsys, *words)
-    assert (code, "of 40 GiB: DOES NOT FIT" in out) == (EXIT_UNFIT, True)
+    assert (code, "of 39.4 GiB: DOES NOT FIT" in out) == (EXIT_UNFIT, True)
     assert record(capsys, *words)[1]["fits"] == "no"
     assert record(capsys, *words, "--parallel.offload", "optimizer", "--ram", "1TiB")[0] == EXIT_OK
     assert record(capsys, *words, "--parallel.offload", "optimizer", "--ram", "300GiB")[0] == EXIT_UNFIT
@@ -93,11 +93,26 @@ def test_between_allocated_and_reserved_it_is_slower(capsys, tmp_path):
     assert (code, "DOES NOT FIT" in out, plan.RETRIES_NOTE in out) == (EXIT_UNFIT, True, False)
 
 
+def test_without_a_number_of_hosts_it_is_the_smallest_that_fits(capsys):
+    code, out = asked(capsys, "--preset", "llama3.1-405b")
+    fewer, fewer_out = asked(capsys, "--preset", "llama3.1-405b", "--nodes", "4")
+    assert (code, fewer) == (EXIT_OK, EXIT_OK)
+    assert "on 5 x 8 h100-80" in out.splitlines()[0]
+    assert "hosts        5, as it does not fit on fewer (--nodes)" in out.splitlines()
+    assert re.search(r"^host memory  .* of 2,048 GiB: MAY NOT FIT", fewer_out, re.MULTILINE)
+    assert "2,048 GiB of RAM a host (--ram)" in fewer_out
+    code, out = asked(capsys, "--preset", "llama3.1-405b", "--data.seq_len", "65536", "--gpu", "a100-40")
+    assert (code, "hosts        1, as it does not fit on up to 64 either (--nodes)" in out) == (EXIT_UNFIT, True)
+    out = asked(capsys, "--preset", "llama3.1-405b", "--ram", "4TiB", "--slots", "4")[1]
+    assert "on 3 x 4 h100-80" in out.splitlines()[0]
+    assert "RAM a host" not in out
+
+
 def test_what_is_reserved_in_fp32_is_not_known(capsys):
     words = ["--preset", "llama3.1-8b", "--nodes", "1", "--parallel.numerics", "fp32"]
     assert record(capsys, *words)[1]["gpu_reserved_bytes"] is None
     [line] = [line for line in asked(capsys, *words)[1].splitlines() if line.startswith("GPU memory")]
-    assert re.match(r"GPU memory   [\d.]+ \([\d.]+ to [\d.]+\) allocated of 80 GiB: fits; ", line)
+    assert re.match(r"GPU memory   [\d.]+ \([\d.]+ to [\d.]+\) allocated of 79.1 GiB: fits, 49.4 to spare; ", line)
 
 
 @pytest.mark.slow

@@ -162,14 +162,16 @@ def test_a_plan_says_whether_what_no_gpu_has_run_is_faster(capsys):
 @pytest.mark.parametrize(
     "asked", [outlook(LARGE, 64, 4096, 64, "all"), outlook(SMALL, 8, 4096, 64), outlook(LARGE, 128, 32768, 32)]
 )
-def test_as_many_layers_keep_their_activations_as_fit(asked):
+def test_as_many_layers_keep_their_activations_as_fit_with_room_to_spare(asked):
     most = keep_most_activations(asked)
     if most.run.recompute.last:
         more = dataclasses.replace(most.run.recompute, last=most.run.recompute.last + 1)
-        assert (most.gpu_fit, most.with_run(dataclasses.replace(most.run, recompute=more)).gpu_fit is Fit.YES) == (
-            Fit.YES,
-            False,
-        )
+        reserved = [
+            most.with_run(dataclasses.replace(most.run, recompute=how)).needs.gpu_reserved_bytes
+            for how in (most.run.recompute, more)
+        ]
+        assert reserved[0] <= 0.98 * most.cluster.gpu.memory_bytes < reserved[1]
+        assert most.cluster.gpu.memory_bytes < 80 << 30  # what torch sees
         assert most.needs.step_s < asked.needs.step_s
     elif most.run.recompute == FULL_RECOMPUTE:
         assert (

@@ -90,12 +90,12 @@ def plan_parser(description: str | None) -> OneLineParser:
     )
     add("--preset", default="", help="preset of the planned run")
     command.add_config(add, "TOML file with the settings of the planned run; may be repeated")
-    add("--nodes", type=int, help="number of hosts [1]")
+    add("--nodes", type=int, help="number of hosts [the fewest that the run fits on]")
     add("--slots", type=int, help="GPUs per host [8; gb200: 4]")
     add("--gpus", type=int, help="number of GPUs on all hosts, instead of --nodes")
     add("--gpu", default="", help=f"kind of GPU [{DEFAULT_GPU}]: {', '.join(read_gpus())}")
     add("--hardware", type=Path, help="file with more kinds of GPU, in the format of llama405b/predict/hardware.toml")
-    add("--ram", default="", help="memory of each host, like 2000GiB or 2TB [not checked]")
+    add("--ram", default="", help="memory of each host, like 2000GiB or 2TB [2TiB]")
     add(
         "--nic",
         default="",
@@ -247,6 +247,7 @@ SEARCHED_SETTINGS = (
 )
 EXIT_CODES = {Fit.NO: EXIT_UNFIT, Fit.RETRIES: EXIT_FAILED}
 PACKAGES = ("torch", "transformers")
+MAX_ASSUMED_HOSTS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -296,7 +297,10 @@ def main(argv: Sequence[str]) -> int:
     requested = command.parse([*source_flags(args), *settings, *placeholder_data_flags(args, settings)]).config
     hosts, gpus = resolve_hosts(args.hosts), read_gpus(args.hardware)
     detected = _detect_machines(args, hosts, gpus, on_cpu=requested.parallel.device == "cpu")
-    machines = apply_machine_options(detected, machine_options(args), gpus)
+    machines, hosts_notes = apply_machine_options(detected, machine_options(args), gpus), list[str]()
+    if not (args.hosts or args.nodes or args.gpus):
+        args.nodes, hosts_notes = _fewest_hosts(requested, args.preset, machines)
+        machines = dataclasses.replace(machines, nodes=args.nodes)
     resolved = _resolve_settings(requested, args.preset, machines)
     plan_config = _config_for(resolved, machines)
     variants = {
@@ -333,13 +337,31 @@ def main(argv: Sequence[str]) -> int:
         bugs = [f"known bug    {what}; {bug.cure}" for what, bug in known_bugs(plan_config, machines.versions).items()]
         print(
             "\n".join(
-                answer.format_lines([*fmt_if("data         {}", data_text).splitlines(), *assumption_lines, *bugs])
+                answer.format_lines(
+                    [*fmt_if("data         {}", data_text).splitlines(), *assumption_lines, *hosts_notes, *bugs]
+                )
             )
         )
     code = EXIT_CODES.get([*ranked, prediction][0].fit, EXIT_OK)
     if args.write and code != EXIT_UNFIT:
         _write_settings(args, settings, requested, ranked[0].run.apply_to(plan_config))
     return code
+
+
+def _fewest_hosts(requested: Config, preset: str, machines: Machines) -> tuple[int, list[str]]:
+    """Return the smallest number of such hosts that a run fits on, and a line about it; 1 if it fits on none."""
+    for nodes in range(1, MAX_ASSUMED_HOSTS + 1):
+        candidate = dataclasses.replace(machines, nodes=nodes)
+        try:
+            planned = _config_for(_resolve_settings(requested, preset, candidate), candidate)
+            prediction = _predict(planned, preset, None, candidate)
+        except (
+            UserError
+        ):  # this number divides neither the batch nor the model; or it is told when the run is predicted
+            continue
+        if prediction.fit is Fit.YES:
+            return nodes, [f"hosts        {nodes}, as it does not fit on fewer (--nodes)"] if nodes > 1 else []
+    return 1, [f"hosts        1, as it does not fit on up to {MAX_ASSUMED_HOSTS} either (--nodes)"]
 
 
 def _count_tokens(requested: Config) -> tuple[float, str]:
