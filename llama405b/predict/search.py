@@ -395,14 +395,16 @@ MEMORY_SAVERS: tuple[Mapping[str, Any], ...] = (
 def rank_variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)) -> list[Prediction]:
     """Return all variants and the fastest meshes, best first.
 
-    Those that fit come first, then those that need nothing tested on one GPU at most.
+    Those that fit come first, of these those that need nothing tested on one GPU at most; those that do not fit by what they lack.
     Among those near the fastest, the one with most free memory is first. BF16 moments that were not requested come after the others near
     the fastest, as they are rounded. Meshes come by speed.
     """
 
     def sort_key(candidate: Prediction) -> tuple[float, ...]:
         is_untested = bool(untested_features(candidate.run))
-        is_fast = candidate.fit > Fit.NO and is_near_fastest(candidate, fastest[candidate.fit])
+        if candidate.fit is Fit.NO:  # the nearest to fitting
+            return (-candidate.fit, -candidate.spare_share)
+        is_fast = is_near_fastest(candidate, fastest[candidate.fit])
         if is_untested or not is_fast:
             return (-candidate.fit, is_untested, 1, -(candidate.tokens_per_s or 0.0), candidate.needs.gpu_bytes)
         rounds_moments = candidate.run.moments != prediction.run.moments and candidate.run.moments == "bf16"

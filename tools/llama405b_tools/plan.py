@@ -417,7 +417,8 @@ def ranking_lines(predictions: Sequence[Prediction]) -> list[str]:
     lines = ["", "  offload    moments  unit      micro-batch    GPU GiB  RAM GiB   step s  tokens/s"]
     tested = [candidate for candidate in predictions if not untested_features(candidate.run)]
     untested = [candidate for candidate in predictions if untested_features(candidate.run)]
-    for candidate in [*tested[:MAX_SHOWN], *untested[:MAX_SHOWN]]:
+    shown = [*tested[:MAX_SHOWN], *untested[:MAX_SHOWN]]
+    for candidate in sorted(shown, key=predictions.index):
         moments = "bf16" if candidate.run.numerics in BF16_NUMERICS else candidate.run.moments
         time = (
             f"{candidate.needs.step_s:8.1f} {candidate.tokens_per_s:9,.0f}"
@@ -429,7 +430,8 @@ def ranking_lines(predictions: Sequence[Prediction]) -> list[str]:
             f"{format_short_memory(candidate):>9}  {candidate.host_bytes / GIB:7,.0f} {time}  {FIT_LABELS[candidate.fit]}"
             + fmt_if(", with {}", untested_features(candidate.run))
         )
-    return [*lines, *_tie_lines(tested), *_fastest_lines(predictions[0], untested)]
+    ties = _tie_lines(tested[:MAX_SHOWN]) if predictions[0] in tested and predictions[0].fit is not Fit.NO else []
+    return [*lines, *ties, *_fastest_lines(predictions[0], untested)]
 
 
 def _fastest_lines(first: Prediction, untested: Sequence[Prediction]) -> list[str]:

@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+from llama405b.contract.errors import EXIT_OK, EXIT_UNFIT
 from llama405b.predict import search
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.hardware import read_gpus
@@ -55,6 +56,21 @@ def test_a_run_that_may_have_tp_across_hosts_is_still_one():
     run = dataclasses.replace(outlook(SMALL, 16, 4096, 64).run, ranks_per_host=4, tp=8)
     assert is_runnable(run, Cluster())
     assert not is_runnable(dataclasses.replace(run, tp=16), Cluster())  # there are eight key heads
+
+
+@pytest.mark.slow
+def test_what_fits_is_shown_first_and_then_what_lacks_least(capsys):
+    words = ("--preset", "llama3.1-405b", "--gpu", "a100-40", "--nodes", "12", "--slots", "4", "--search")
+    assert predict.main([*words, "--data.seq_len", "8192", "--training.global_batch_size", "96"]) == EXIT_OK
+    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r"  (all|optimizer|none) ", line)]
+    verdicts = [re.search(r"fits|RUNS SLOWER|DOES NOT FIT", row)[0] for row in rows]
+    order = ["fits", "RUNS SLOWER", "DOES NOT FIT"]
+    assert verdicts == sorted(verdicts, key=order.index)
+    assert (verdicts[0], verdicts.count("DOES NOT FIT")) == ("fits", 8)
+    lacking = [int(row.split()[6]) for row in rows if "DOES NOT FIT" in row]
+    assert lacking == sorted(lacking)
+    assert predict.main([*words[:5], "1", "--search"]) == EXIT_UNFIT
+    assert "within" not in capsys.readouterr().out.rpartition("tokens/s\n")[2]
 
 
 @pytest.mark.parametrize(
