@@ -175,6 +175,7 @@ def training_setup(run: PredictedRun, cluster: Cluster) -> TrainingSetup:
         reduces_once=not run.reduces_each,
         trained_share=run.trained_parameters / run.llama.parameters,
         adapted_features=adapted_features(run.llama, run.adapter),
+        adapter_rank=run.adapter.rank,
     )  # fmt: skip
 
 

@@ -260,6 +260,7 @@ class TrainingSetup:
         0,
         0,
     )  # inputs and outputs of a layer's matrices that have adapters, each summed
+    adapter_rank: int = 0
     is_this_trainer: bool = False  # this trainer's layers, one of which was measured
 
     @property

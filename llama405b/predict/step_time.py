@@ -75,8 +75,8 @@ def layer_work(setup: TrainingSetup, rates: Rates) -> LayerWork:
     flops = 2 * setup.seq_len * setup.shape.width * setup.tokens  # of attention: the causal half of 4 S T width
     attained = setup.gpu.flops * rates.attention_share(setup.gpu.name) * (rates.triton if setup.triton else 1)
     base = GpuWork(products, flops / attained, _elementwise_s(setup, rates))
-    forward = base + adapter_work(setup, rates, 2, 8)
-    backward = base.scaled(2 - setup.is_adapter, 2.5, 2) + adapter_work(setup, rates, 10, 4)
+    forward = base + adapter_work(setup, rates, 1, 2, 8)
+    backward = base.scaled(2 - setup.is_adapter, 2.5, 2) + adapter_work(setup, rates, 2, 10, 4)
     last_product = GpuWork(weights_s(setup, rates, setup.shape.unrepeated_weights))
     recomputation: dict[RecomputeKind, GpuWork] = {
         "none": GpuWork(),
@@ -86,15 +86,19 @@ def layer_work(setup: TrainingSetup, rates: Rates) -> LayerWork:
     return LayerWork(forward, backward, recomputation)
 
 
-def adapter_work(setup: TrainingSetup, rates: Rates, bytes_per_input: int, bytes_per_output: int) -> GpuWork:
-    """Return the work of a layer's adapters, bound by memory, from bytes per input and output feature.
+def adapter_work(
+    setup: TrainingSetup, rates: Rates, products: int, bytes_per_input: int, bytes_per_output: int
+) -> GpuWork:
+    """Return the work of a layer's adapters: of small ranks bound by memory, from bytes per input and output feature, else by products.
 
     Forward, an input is read (2), and an output written, read and added to another (8). Backward, gradients of A and B read input (2)
     and output (2), and that of the input reads an output (2), is written and added to another (8).
     """
     inputs, outputs = setup.adapted_features
     traffic = (bytes_per_input * inputs + bytes_per_output * outputs) * setup.tokens
-    return GpuWork(elementwise_s=traffic / (setup.gpu.memory_bytes_per_s * rates.memory))
+    memory_s = traffic / (setup.gpu.memory_bytes_per_s * rates.memory)
+    compute_s = products_s(setup, rates, products * setup.adapter_rank * (inputs + outputs))
+    return GpuWork(max(0.0, compute_s - memory_s), 0.0, memory_s)
 
 
 def products_s(setup: TrainingSetup, rates: Rates, weights: float) -> float:

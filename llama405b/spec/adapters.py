@@ -38,8 +38,12 @@ def lora_shapes(llama: Llama, adapter: Adapter) -> dict[str, tuple[int, int]]:
     """Return the shapes of an adapter's parameters by name, in the model's order; none without an adapter.
 
     Raises:
-        UserError: The targets are only some of the projections that a matrix holds.
+        UserError: The targets are only some of the projections that a matrix holds, or the rank is above the model's hidden size.
     """
+    if adapter.is_enabled and adapter.rank > llama.hidden:
+        raise UserError(
+            f"--adapter.rank: {adapter.rank:,} is above the model's hidden size, {llama.hidden:,}; lower it"
+        )
     shapes: dict[str, tuple[int, int]] = {}
     targets = llama.family.matrices(adapter.targets)
     if adapter.is_enabled and (missing := [name for name in split_projections(targets) if name not in adapter.targets]):

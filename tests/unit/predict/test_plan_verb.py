@@ -108,6 +108,17 @@ def test_without_a_number_of_hosts_it_is_the_smallest_that_fits(capsys):
     assert "RAM a host" not in out
 
 
+def test_adapters_of_large_ranks_take_time(capsys):
+    words = ("--preset", "llama3.1-8b", "--nodes", "1", "--adapter.kind", "lora", "--adapter.rank")
+    found = {rank: record(capsys, *words, str(rank))[1] for rank in (16, 64, 2048, 4096)}
+    steps = {rank: each["time"]["step_s"] for rank, each in found.items()}
+    assert steps[64] == pytest.approx(steps[16], rel=0.01)
+    assert steps[4096] > 1.4 * steps[2048] > 1.8 * steps[16]
+    assert all(each["mfu"] < 0.4 for each in found.values())
+    with pytest.raises(UserError, match=r"--adapter.rank: 4,097 is above the model's hidden size, 4,096; lower it"):
+        asked(capsys, *words, "4097")
+
+
 def test_what_is_reserved_in_fp32_is_not_known(capsys):
     words = ["--preset", "llama3.1-8b", "--nodes", "1", "--parallel.numerics", "fp32"]
     assert record(capsys, *words)[1]["gpu_reserved_bytes"] is None
