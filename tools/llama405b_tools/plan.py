@@ -201,12 +201,18 @@ def _format_parts(bytes_by_kind: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {size / GIB:,.1f}" for name, size in bytes_by_kind.items() if size >= MIN_SHOWN_BYTES)
 
 
-def _format_duration(seconds: float) -> str:
-    if seconds < 600:
-        return f"{seconds:,.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:,.0f} min"
-    return f"{seconds / 3600:,.1f} h"
+DURATION_UNITS = (
+    (172_800, 86_400, "days"),
+    (7_200, 3_600, "h"),
+    (600, 60, "min"),
+    (0, 1, "s"),
+)  # from so many seconds on
+
+
+def _format_duration(seconds: float, time_range: TimeRange | None = None) -> str:
+    """Format a duration in the unit that suits it, with its range if there is one."""
+    divisor, unit = next((divisor, unit) for least, divisor, unit in DURATION_UNITS if seconds >= least)
+    return f"{format_range(seconds / divisor, time_range)} {unit}"
 
 
 def format_expectation(prediction: Prediction) -> str:
@@ -238,6 +244,8 @@ def _time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
         )
     if not (time and prediction.tokens_per_s):
         return [*lines, f"time         unknown: no measured times with {prediction.run.numerics}"]
+    if options.measured >= prediction.floor_s:
+        lines.append(f"measured     {_compare_measured(options.measured, time.step_s, prediction.time_range)}")
     rate = prediction.tokens_per_s
     utilization = (
         f", MFU {100 * prediction.mfu:.0f}%, HFU {100 * prediction.hfu:.0f}%"
@@ -258,6 +266,18 @@ def _time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
         step = format_range(hourly * time.step_s / 3600, prediction.time_range)
         lines.append(f"cost         {hourly * 24:,.0f} a day, {step} a step, at {options.price:g} a GPU-hour")
     return lines
+
+
+def _compare_measured(measured_s: float, predicted_s: float, time_range: TimeRange | None) -> str:
+    """Say whether a step took what was predicted."""
+    verdict = ""
+    if time_range:
+        low_s, high_s = time_range.bounds(predicted_s)
+        verdict = ", longer than predicted" if measured_s > high_s else ", as predicted"
+        verdict = ", shorter than predicted" if measured_s < low_s else verdict
+    return (
+        f"{measured_s:g} s a step{verdict}: {measured_s / predicted_s:.2f} of {format_range(predicted_s, time_range)} s"
+    )
 
 
 def _goodput_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
@@ -284,7 +304,7 @@ def _format_total(prediction: Prediction, options: ReportOptions) -> str:
         if options.price
         else ""
     )
-    return f"{format_range(hours / 24, time_range)} days, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
+    return f"{_format_duration(3600 * hours, time_range)}, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
 
 
 def _format_split(time: StepTime) -> str:

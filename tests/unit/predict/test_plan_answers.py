@@ -169,8 +169,8 @@ def test_days_and_cost_include_saves_and_failures(capsys):
     best = record(capsys, *words, "--checkpoint.mtbf", "100", "--checkpoint.every", "auto")
     assert best["goodput"]["share"] > often["goodput"]["share"]
     out = asked(capsys, *words, "--checkpoint.mtbf", "100", "--checkpoint.every", "10m")[1]
-    assert line(out, "goodput").endswith("failures, one in 94 min (checkpoint.mtbf), 10.6%")
-    assert "saves, every 10 min of training, take 2.0%" in line(out, "goodput")
+    assert line(out, "goodput").endswith("failures, one in 93.8 min (checkpoint.mtbf), 10.6%")
+    assert "saves, every 10.0 min of training, take 2.0%" in line(out, "goodput")
 
 
 def test_a_run_that_gets_nowhere_is_said_so(capsys):

@@ -119,6 +119,35 @@ def test_adapters_of_large_ranks_take_time(capsys):
         asked(capsys, *words, "4097")
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ("12", "longer than predicted: 2.46 of"),
+        ("5", "as predicted: 1.03 of"),
+        ("3", "shorter than predicted: 0.62 of"),
+        ("1", ""),
+    ],
+)
+def test_a_measured_step_is_compared_with_the_range(capsys, seconds, words):
+    out = asked(capsys, "--preset", "llama3.1-8b", "--nodes", "1", "--measured", seconds)[1]
+    [line] = [line for line in out.splitlines() if line.startswith(("measured", "IMPOSSIBLE"))]
+    assert line.startswith(f"measured     {seconds} s a step, {words} 4.9 (" if words else "IMPOSSIBLE   a step of 1 s")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "took"),
+    [
+        ("1e6", r"[\d.]+ \(.*\) s"),
+        ("4e7", r"[\d.]+ \(.*\) min"),
+        ("3e9", r"[\d.]+ \(.*\) h"),
+        ("1e10", r"[\d.]+ \(.*\) days"),
+    ],
+)
+def test_a_total_is_told_in_the_unit_that_suits_it(capsys, tokens, took):
+    out = asked(capsys, "--preset", "llama3.1-8b", "--nodes", "1", "--tokens", tokens)[1]
+    assert re.search(rf"^{float(tokens):,.0f} tokens: {took}, \d+ GPU-hours", out, re.MULTILINE)
+
+
 def test_what_is_reserved_in_fp32_is_not_known(capsys):
     words = ["--preset", "llama3.1-8b", "--nodes", "1", "--parallel.numerics", "fp32"]
     assert record(capsys, *words)[1]["gpu_reserved_bytes"] is None
@@ -279,11 +308,7 @@ def test_hardware_that_cannot_be(tmp_path, number):
             [*LARGE, "--model.layers", "1000000"],
             "--model.layers: 1000000, but llama3.1-405b has 126; lower it, or omit it",
         ),
-        pytest.param(
-            [*LARGE, "--search", "--write", f"{__file__}/a.toml"],
-            "--write: .*/a.toml cannot be written",
-            marks=pytest.mark.slow,
-        ),
+        ([*LARGE, "--search", "--write", f"{__file__}/a.toml"], "--write: .*.py is no directory; make it, or name"),
         pytest.param(
             [*LARGE, "--search", "--write", "a" * 300], "--write: a+ cannot be written", marks=pytest.mark.slow
         ),

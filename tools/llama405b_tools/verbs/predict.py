@@ -163,6 +163,8 @@ def check_plan_options(args: argparse.Namespace, settings: Sequence[str]) -> Non
         raise UserError("--write needs --search; add it")
     if args.write and os.path.lexists(args.write):
         raise UserError(f"--write: {args.write} exists; name another file")
+    if args.write and not args.write.absolute().parent.is_dir():
+        raise UserError(f"--write: {args.write.parent} is no directory; make it, or name another file")
     if not (args.preset or args.config or _is_set("model.path", args, settings)):
         raise UserError("plan: which model? add --preset, --model.path, or --config; see `llama405b plan --help`")
 
