@@ -282,13 +282,14 @@ def _reserved_overhead(prediction: Prediction) -> float:
 
 
 def largest_micro_batch(prediction: Prediction) -> int:
-    """Return the largest micro-batch that fits with these settings; 0: none."""
+    """Return the largest micro-batch that fits with these settings, of those that divide the batch; 0: none."""
 
     def fits(size: int) -> bool:
         run = dataclasses.replace(prediction.run, micro_batch=size)
         return prediction.with_run(run).gpu_fit is Fit.YES
 
-    return bisect.bisect_left(range(1, 1025), x=True, key=lambda size: not fits(size))
+    sizes = divisors(max(1, prediction.run.global_batch // prediction.run.dp))
+    return next(filter(fits, reversed(sizes)), 0)
 
 
 def remedies(prediction: Prediction) -> list[tuple[str, Prediction]]:
@@ -403,7 +404,8 @@ def rank_variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)
     def sort_key(candidate: Prediction) -> tuple[float, ...]:
         is_untested = bool(untested_features(candidate.run))
         if candidate.fit is Fit.NO:  # the nearest to fitting
-            return (-candidate.fit, -candidate.spare_share)
+            rank_bytes = candidate.needs.gpu_bytes + candidate.host_bytes / candidate.run.ranks_per_host
+            return (-candidate.fit, -candidate.spare_share, rank_bytes)
         is_fast = is_near_fastest(candidate, fastest[candidate.fit])
         if is_untested or not is_fast:
             return (-candidate.fit, is_untested, 1, -(candidate.tokens_per_s or 0.0), candidate.needs.gpu_bytes)

@@ -1,6 +1,7 @@
 """``llama405b plan``: the three questions that users ask, bad input, and what it writes."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -98,14 +99,31 @@ def test_without_a_number_of_hosts_it_is_the_smallest_that_fits(capsys):
     fewer, fewer_out = asked(capsys, "--preset", "llama3.1-405b", "--nodes", "4")
     assert (code, fewer) == (EXIT_OK, EXIT_OK)
     assert "on 5 x 8 h100-80" in out.splitlines()[0]
-    assert "hosts        5, as it does not fit on fewer (--nodes)" in out.splitlines()
+    assert "hosts        5 (--nodes); on 4: MAY NOT FIT" in out.splitlines()
     assert re.search(r"^host memory  .* of 2,048 GiB: MAY NOT FIT", fewer_out, re.MULTILINE)
     assert "2,048 GiB of RAM a host (--ram)" in fewer_out
     code, out = asked(capsys, "--preset", "llama3.1-405b", "--data.seq_len", "65536", "--gpu", "a100-40")
-    assert (code, "hosts        1, as it does not fit on up to 64 either (--nodes)" in out) == (EXIT_UNFIT, True)
+    assert (code, "hosts        1 (--nodes); on 64: DOES NOT FIT" in out) == (EXIT_UNFIT, True)
     out = asked(capsys, "--preset", "llama3.1-405b", "--ram", "4TiB", "--slots", "4")[1]
     assert "on 3 x 4 h100-80" in out.splitlines()[0]
     assert "RAM a host" not in out
+    out = asked(capsys, "--preset", "llama3.1-405b", "--parallel.tp", "8", "--parallel.pp", "3", "--ram", "10GiB")[1]
+    assert "hosts        3 (--nodes); on 63: DOES NOT FIT" in out  # which pp divides
+    out = asked(capsys, "--preset", "llama3.1-70b", "--search")[1]
+    assert "on 1 x 8 h100-80" in out.splitlines()[0]
+    assert re.search(r"^  all .* fits$", out, re.MULTILINE)
+
+
+def test_other_machines_have_their_own_mesh_and_as_many_ranks_the_same_batch(capsys):
+    compared = record(capsys, "--preset", "llama3.1-405b", "--what-if", "nic=3200Gb/s")[1]
+    [same] = compared["what_if"].values()
+    assert (same["mesh"]["dp_shard"], same["time"]) == (40, compared["time"])
+    words = ("--preset", "llama3.1-405b", "--gpu", "l40s-48", "--parallel.strategy", "auto", "--nodes", "5")
+    compared = record(capsys, *words, "--what-if", "nodes=6")[1]
+    meshes = [compared["mesh"], compared["what_if"]["nodes=6"]["mesh"]]
+    assert [math.prod(mesh.values()) for mesh in meshes] == [40, 48]
+    compared = record(capsys, "--preset", "llama3.1-405b", "--gpus", "64", "--what-if", "nodes=4")[1]
+    assert compared["what_if"]["nodes=4"]["mesh"]["dp_shard"] == 32
 
 
 def test_adapters_of_large_ranks_take_time(capsys):

@@ -6,7 +6,10 @@ if it does not fit.
 """
 
 import argparse
+import bisect
+import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -38,6 +41,7 @@ from llama405b.predict.search import (
     find_model_shape,
     rank_variants,
     resolve_auto,
+    variants,
 )
 from llama405b.settings import command, config, rules
 from llama405b.settings.axes import DP_AXES, Axes, MicrobatchSplit
@@ -58,6 +62,7 @@ from llama405b_tools.launch.request import source_flags
 from llama405b_tools.launch.start import has_calibration, read_calibration, save_calibration
 from llama405b_tools.plan import (
     FIELD_UNITS,
+    FIT_LABELS,
     SCHEMA_VERSION,
     ReportOptions,
     comparison_lines,
@@ -301,11 +306,13 @@ def main(argv: Sequence[str]) -> int:
     detected = _detect_machines(args, hosts, gpus, on_cpu=requested.parallel.device == "cpu")
     machines, hosts_notes = apply_machine_options(detected, machine_options(args), gpus), list[str]()
     if not (args.hosts or args.nodes or args.gpus):
-        args.nodes, hosts_notes = _fewest_hosts(requested, args.preset, machines)
+        args.nodes, hosts_notes = _fewest_hosts(requested, args, machines)
         machines = dataclasses.replace(machines, nodes=args.nodes)
+    if args.gpus:  # of which a change of hosts makes others
+        args.nodes, args.slots, args.gpus = machines.nodes, args.slots or machines.slots, None
     resolved = _resolve_settings(requested, args.preset, machines)
     plan_config = _config_for(resolved, machines)
-    variants = {
+    others = {
         change: apply_machine_options(detected, machine_options(variant_args), gpus)
         for change, variant_args in what_if_variants(args, gpus).items()
     }
@@ -316,8 +323,13 @@ def main(argv: Sequence[str]) -> int:
     prediction = _predict(plan_config, args.preset, calibration, machines)
     _refuse_unmeasured_cpu(prediction, unused_reason)
     comparisons = {
-        change: (variant, _predict(_config_for_variant(plan_config, variant), args.preset, calibration, variant))
-        for change, variant in variants.items()
+        change: (
+            other,
+            _predict(
+                _config_for_other(requested, plan_config, args.preset, other, machines), args.preset, calibration, other
+            ),
+        )
+        for change, other in others.items()
     }
     ranked = rank_variants(prediction, _allowed_moments(requested)) if args.search else []
     tokens, data_text = (
@@ -350,20 +362,39 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _fewest_hosts(requested: Config, preset: str, machines: Machines) -> tuple[int, list[str]]:
-    """Return the smallest number of such hosts that a run fits on, and a line about it; 1 if it fits on none."""
-    for nodes in range(1, MAX_ASSUMED_HOSTS + 1):
+def _fewest_hosts(requested: Config, args: argparse.Namespace, machines: Machines) -> tuple[int, list[str]]:
+    """Return the smallest number of such hosts that a run fits on, and a line about it; if it fits on none, the first that it can have.
+
+    With --search, one of its variants without a mesh must fit.
+    """
+    is_auto = requested.parallel.strategy_spec.is_auto
+
+    def is_legal(nodes: int) -> bool:
         candidate = dataclasses.replace(machines, nodes=nodes)
-        try:
-            planned = _config_for(_resolve_settings(requested, preset, candidate), candidate)
-            prediction = _predict(planned, preset, None, candidate)
-        except (
-            UserError
-        ):  # this number divides neither the batch nor the model; or it is told when the run is predicted
-            continue
-        if prediction.fit is Fit.YES:
-            return nodes, [f"hosts        {nodes}, as it does not fit on fewer (--nodes)"] if nodes > 1 else []
-    return 1, [f"hosts        1, as it does not fit on up to {MAX_ASSUMED_HOSTS} either (--nodes)"]
+        with contextlib.suppress(UserError):
+            return bool(is_auto or _planned_run(_config_for(requested, candidate), args.preset, candidate))
+        return False
+
+    @functools.cache
+    def find_fit(nodes: int) -> Fit:
+        candidate = dataclasses.replace(machines, nodes=nodes)
+        with contextlib.suppress(UserError):
+            planned = _config_for(_resolve_settings(requested, args.preset, candidate), candidate)
+            prediction = _predict(planned, args.preset, None, candidate)
+            if prediction.fit is Fit.YES or not args.search:
+                return prediction.fit
+            return max(option.fit for option in variants(prediction, _allowed_moments(requested)))
+        return Fit.NO
+
+    counts = [*filter(is_legal, range(1, MAX_ASSUMED_HOSTS + 1))] or [1]
+    if find_fit(counts[-1]) is not Fit.YES:
+        return counts[0], [f"hosts        {counts[0]} (--nodes); on {counts[-1]}: {FIT_LABELS[find_fit(counts[-1])]}"]
+    number = bisect.bisect_left(counts, Fit.YES, key=find_fit)
+    if not number:
+        return counts[0], []
+    return counts[number], [
+        f"hosts        {counts[number]} (--nodes); on {counts[number - 1]}: {FIT_LABELS[find_fit(counts[number - 1])]}"
+    ]
 
 
 def _count_tokens(requested: Config) -> tuple[float, str]:
@@ -430,9 +461,17 @@ def _config_for(requested: Config, machines: Machines) -> Config:
     return requested
 
 
-def _config_for_variant(requested: Config, machines: Machines) -> Config:
-    """Return the settings for other machines, with the nearest global batch that gives every rank a share."""
-    batch = requested.training.global_batch_size
+def _config_for_other(
+    requested: Config, planned: Config, preset: str, machines: Machines, planned_machines: Machines
+) -> Config:
+    """Return the settings for other machines, with the nearest global batch that gives every rank a share if their number differs."""
+    batch = planned.training.global_batch_size
+    requested = _resolve_settings(requested, preset, machines)
+    requested = dataclasses.replace(
+        requested, training=dataclasses.replace(requested.training, global_batch_size=batch)
+    )
+    if machines.world_size == planned_machines.world_size:
+        return _config_for(requested, machines)
     even_counts = MicrobatchSplit.from_training(
         requested.training, Axes.from_parallel(requested.parallel, machines.world_size, machines.slots).size(DP_AXES)
     ).even_n_microbatches
@@ -444,8 +483,8 @@ def _config_for_variant(requested: Config, machines: Machines) -> Config:
     )
 
 
-def _predict(requested: Config, preset: str, calibration: Calibration | None, machines: Machines) -> Prediction:
-    """Predict the run, using a calibration if there is one."""
+def _planned_run(requested: Config, preset: str, machines: Machines) -> PredictedRun:
+    """Return the run on these machines; refuse what they cannot train."""
     if (llama := find_model_shape(requested, preset)) is None:
         raise UserError(
             f"--model.path: {requested.model.path} has no config.json; {models.download_hint(Path(requested.model.path))}, or add the "
@@ -454,7 +493,12 @@ def _predict(requested: Config, preset: str, calibration: Calibration | None, ma
     models.check_seq_len(llama, requested.data.seq_len)
     axes = Axes.from_parallel(requested.parallel, machines.world_size, machines.slots)
     check_mesh(axes, requested.parallel, llama, requested.data.seq_len, machines.slots)
-    run = PredictedRun.from_config(llama, requested, machines.world_size, machines.slots, axes)
+    return PredictedRun.from_config(llama, requested, machines.world_size, machines.slots, axes)
+
+
+def _predict(requested: Config, preset: str, calibration: Calibration | None, machines: Machines) -> Prediction:
+    """Predict the run, using a calibration if there is one."""
+    run = _planned_run(requested, preset, machines)
     assert machines.gpu, "a kind of GPU was chosen"
     cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
     prediction = Prediction.from_run(run, cluster, machines.ram_bytes)
