@@ -266,6 +266,8 @@ def keep_most_activations(prediction: Prediction) -> Prediction:
         )
         candidate = with_operators(n_layers) if n_layers else prediction
         if not n_layers or _has_room(candidate):
+            while 0 < n_layers < layers - 1 and _has_room(more := with_operators(n_layers + 1)):
+                candidate, n_layers = more, n_layers + 1  # beside more that is allocated, less may be reserved
             return candidate
         margin, layers = max(margin, _reserved_overhead(candidate)), n_layers
 
@@ -404,8 +406,10 @@ def rank_variants(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)
     def sort_key(candidate: Prediction) -> tuple[float, ...]:
         is_untested = bool(untested_features(candidate.run))
         if candidate.fit is Fit.NO:  # the nearest to fitting
-            rank_bytes = candidate.needs.gpu_bytes + candidate.host_bytes / candidate.run.ranks_per_host
-            return (-candidate.fit, -candidate.spare_share, rank_bytes)
+            shares = [candidate.needs.gpu_bytes / candidate.cluster.gpu.memory_bytes]
+            if candidate.ram_bytes:
+                shares.append(candidate.host_bytes / candidate.ram_bytes)
+            return (-candidate.fit, *sorted(shares, reverse=True))
         is_fast = is_near_fastest(candidate, fastest[candidate.fit])
         if is_untested or not is_fast:
             return (-candidate.fit, is_untested, 1, -(candidate.tokens_per_s or 0.0), candidate.needs.gpu_bytes)

@@ -97,7 +97,7 @@ def _memory_lines(prediction: Prediction) -> list[str]:
     if prediction.gpu_fit is Fit.YES:
         used_bytes = needs.gpu_reserved_bytes or needs.gpu_bytes * (1 + prediction.memory_spread)
         limit += f", {(gpu.memory_bytes - used_bytes) / GIB:,.1f} to spare"
-    largest = f"; largest micro-batch that fits: {largest_micro_batch(prediction)}"
+    largest = f"; largest micro-batch that fits and divides the batch: {largest_micro_batch(prediction)}"
     lines = [
         f"{name:12} {_format_gpu_memory(prediction)} {limit}{largest}",
         f"             allocated, peak at {needs.peak.moment}: {_format_parts({**needs.peak.bytes_by_kind, runtime: needs.runtime_bytes})}",
@@ -244,8 +244,8 @@ def _time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
         )
     if not (time and prediction.tokens_per_s):
         return [*lines, f"time         unknown: no measured times with {prediction.run.numerics}"]
-    if options.measured >= prediction.floor_s:
-        lines.append(f"measured     {_compare_measured(options.measured, time.step_s, prediction.time_range)}")
+    if options.measured and options.measured >= prediction.floor_s:
+        lines.append(f"compared     {_compare_measured(options.measured, time.step_s, prediction.time_range)}")
     rate = prediction.tokens_per_s
     utilization = (
         f", MFU {100 * prediction.mfu:.0f}%, HFU {100 * prediction.hfu:.0f}%"
@@ -270,14 +270,11 @@ def _time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
 
 def _compare_measured(measured_s: float, predicted_s: float, time_range: TimeRange | None) -> str:
     """Say whether a step took what was predicted."""
-    verdict = ""
+    verdict = "no range is known"
     if time_range:
         low_s, high_s = time_range.bounds(predicted_s)
-        verdict = ", longer than predicted" if measured_s > high_s else ", as predicted"
-        verdict = ", shorter than predicted" if measured_s < low_s else verdict
-    return (
-        f"{measured_s:g} s a step{verdict}: {measured_s / predicted_s:.2f} of {format_range(predicted_s, time_range)} s"
-    )
+        verdict = "as predicted" if low_s <= measured_s <= high_s else "not as predicted"
+    return f"{measured_s:g} s a step, {verdict}: {measured_s / predicted_s:.2f} of {format_range(predicted_s, time_range)} s"
 
 
 def _goodput_lines(prediction: Prediction, options: ReportOptions) -> list[str]:

@@ -279,7 +279,7 @@ def test_what_a_run_needs():
     found = diagnose({"a": good()}, Requirements(ram_bytes=3 << 40))
     assert "2048 GiB of RAM, but the run needs 3072" in found[0].what
     found = diagnose({"a": good()}, Requirements(gpu_bytes=94 << 30))
-    assert "GPU 0: 80 GiB, but each rank's state takes 94" in found[0].what
+    assert "GPU 0: 79 GiB, but each rank's state takes 94" in found[0].what
     assert diagnose({"a": good() | {"gpus": smi("bad.csv")}}, Requirements(uses_gpus=False)) == []
 
 
@@ -293,7 +293,7 @@ def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
     assert 75 << 30 < resident.gpu_peak_bytes < 80 << 30
     assert resident.mesh == ""
     found = diagnose({"a": good()}, resident)
-    assert (found[0].level, "80 GiB, but PyTorch reserves about 92" in found[0].what) == (WARN, True)
+    assert (found[0].level, "79 GiB, but PyTorch reserves about 92" in found[0].what) == (WARN, True)
     assert "slower, with allocator retries" in found[0].remedy
     assert diagnose({"a": good()}, dataclasses.replace(resident, gpu_reserved_bytes=79 << 30)) == []
     unknown = dataclasses.replace(resident, gpu_reserved_bytes=0)

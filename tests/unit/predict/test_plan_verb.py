@@ -99,16 +99,16 @@ def test_without_a_number_of_hosts_it_is_the_smallest_that_fits(capsys):
     fewer, fewer_out = asked(capsys, "--preset", "llama3.1-405b", "--nodes", "4")
     assert (code, fewer) == (EXIT_OK, EXIT_OK)
     assert "on 5 x 8 h100-80" in out.splitlines()[0]
-    assert "hosts        5 (--nodes); on 4: MAY NOT FIT" in out.splitlines()
+    assert "hosts        5, the fewest that fit; on 4: MAY NOT FIT" in out.splitlines()
     assert re.search(r"^host memory  .* of 2,048 GiB: MAY NOT FIT", fewer_out, re.MULTILINE)
     assert "2,048 GiB of RAM a host (--ram)" in fewer_out
     code, out = asked(capsys, "--preset", "llama3.1-405b", "--data.seq_len", "65536", "--gpu", "a100-40")
-    assert (code, "hosts        1 (--nodes); on 64: DOES NOT FIT" in out) == (EXIT_UNFIT, True)
+    assert (code, "hosts        1; on 64: DOES NOT FIT" in out) == (EXIT_UNFIT, True)
     out = asked(capsys, "--preset", "llama3.1-405b", "--ram", "4TiB", "--slots", "4")[1]
     assert "on 3 x 4 h100-80" in out.splitlines()[0]
     assert "RAM a host" not in out
     out = asked(capsys, "--preset", "llama3.1-405b", "--parallel.tp", "8", "--parallel.pp", "3", "--ram", "10GiB")[1]
-    assert "hosts        3 (--nodes); on 63: DOES NOT FIT" in out  # which pp divides
+    assert "hosts        3; on 63: DOES NOT FIT" in out  # which pp divides
     out = asked(capsys, "--preset", "llama3.1-70b", "--search")[1]
     assert "on 1 x 8 h100-80" in out.splitlines()[0]
     assert re.search(r"^  all .* fits$", out, re.MULTILINE)
@@ -124,6 +124,8 @@ def test_other_machines_have_their_own_mesh_and_as_many_ranks_the_same_batch(cap
     assert [math.prod(mesh.values()) for mesh in meshes] == [40, 48]
     compared = record(capsys, "--preset", "llama3.1-405b", "--gpus", "64", "--what-if", "nodes=4")[1]
     assert compared["what_if"]["nodes=4"]["mesh"]["dp_shard"] == 32
+    words = ("--preset", "llama3.1-8b", "--gpus", "64", "--what-if", "gpu=gb200-186", "slots=4")
+    assert {each["mesh"]["dp_shard"] for each in record(capsys, *words)[1]["what_if"].values()} == {64}
 
 
 def test_adapters_of_large_ranks_take_time(capsys):
@@ -140,16 +142,16 @@ def test_adapters_of_large_ranks_take_time(capsys):
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        ("12", "longer than predicted: 2.46 of"),
+        ("12", "not as predicted: 2.46 of"),
         ("5", "as predicted: 1.03 of"),
-        ("3", "shorter than predicted: 0.62 of"),
+        ("3", "not as predicted: 0.62 of"),
         ("1", ""),
     ],
 )
 def test_a_measured_step_is_compared_with_the_range(capsys, seconds, words):
     out = asked(capsys, "--preset", "llama3.1-8b", "--nodes", "1", "--measured", seconds)[1]
-    [line] = [line for line in out.splitlines() if line.startswith(("measured", "IMPOSSIBLE"))]
-    assert line.startswith(f"measured     {seconds} s a step, {words} 4.9 (" if words else "IMPOSSIBLE   a step of 1 s")
+    [line] = [line for line in out.splitlines() if line.startswith(("compared", "IMPOSSIBLE"))]
+    assert line.startswith(f"compared     {seconds} s a step, {words} 4.9 (" if words else "IMPOSSIBLE   a step of 1 s")
 
 
 @pytest.mark.parametrize(

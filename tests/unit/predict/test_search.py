@@ -176,7 +176,13 @@ def test_a_plan_says_whether_what_no_gpu_has_run_is_faster(capsys):
 
 
 @pytest.mark.parametrize(
-    "asked", [outlook(LARGE, 64, 4096, 64, "all"), outlook(SMALL, 8, 4096, 64), outlook(LARGE, 128, 32768, 32)]
+    "asked",
+    [
+        outlook(LARGE, 64, 4096, 64, "all"),
+        outlook(SMALL, 8, 4096, 64),
+        outlook(LARGE, 128, 32768, 32),
+        (base := outlook(LARGE, 64, 4096, 64, "all")).with_run(dataclasses.replace(base.run, activations="host")),
+    ],
 )
 def test_as_many_layers_keep_their_activations_as_fit_with_room_to_spare(asked):
     most = keep_most_activations(asked)

@@ -221,10 +221,14 @@ def machines_of(hosts: Sequence[Host], facts: Mapping[str, HostFacts], gpus: dic
         raise UserError(
             f"{hosts[0].name}: its GPU ({gpu_kind}) is not in the table; describe it with --hardware and name it with --gpu"
         )
+    gpu = gpus.get(gpu_kind)
+    if gpu:  # the smallest of all, and no more than torch sees
+        sizes = [device.memory_mib << 20 for host in hosts for device in facts[host.name].devices if device.memory_mib]
+        gpu = dataclasses.replace(gpu, memory_bytes=min([gpu.memory_bytes, *sizes]))
     return Machines(
         nodes=len(hosts),
         slots=next(iter(hosts_by_slots)),
-        gpu=gpus[gpu_kind] if gpu_kind else None,
+        gpu=gpu,
         ram_bytes=min((host_facts.memory.total for host_facts in facts.values() if host_facts.memory), default=0),
         nic_bytes_per_s=min(facts[host.name].rdma_gbit for host in hosts) * 1e9 / 8,
         versions=facts[hosts[0].name].packages,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from llama405b.contract.errors import and_more, pluralize
-from llama405b.predict.hardware import GIB
+from llama405b.predict.hardware import GIB, match_gpu, read_gpus
 from llama405b.predict.search import MEMORY_SPREAD, Fit
 from llama405b.settings.schema import Config
 from llama405b_tools import parsers
@@ -241,6 +241,8 @@ def _check_gpu(gpu: parsers.GpuReport, needs: Requirements) -> Findings:
 
 def _check_gpu_memory(gpu: parsers.GpuReport, needs: Requirements) -> Findings:
     label, room = f"GPU {gpu.index}", (gpu.memory_mib or 0) << 20
+    if room and (known := match_gpu(gpu.name, room, read_gpus())):
+        room = int(known.memory_bytes)
     if room and room < needs.gpu_bytes:
         problem = f"{label}: {room / GIB:.0f} GiB, but each rank's state takes {needs.gpu_bytes / GIB:.0f}"
         yield Finding(BAD, problem, "use more ranks, --parallel.offload all, or pure-bf16")

@@ -222,8 +222,8 @@ def machine_options(args: argparse.Namespace) -> MachineOptions:
     return MachineOptions(args.nodes or 0, args.slots or 0, args.gpu, args.ram, args.nic, args.disk, args.gpus or 0)
 
 
-def what_if_variants(args: argparse.Namespace, gpus: dict[str, Gpu]) -> dict[str, argparse.Namespace]:
-    """Return the arguments for each change of --what-if, by its text: ``nodes=12,16`` is two changes."""
+def what_if_variants(args: argparse.Namespace, gpus: dict[str, Gpu], slots: int) -> dict[str, argparse.Namespace]:
+    """Return the arguments for each change of --what-if, by its text: ``nodes=12,16`` is two changes; ``slots``: of the planned hosts."""
     variants = {}
     for name, value in _split_changes(args.what_if):
         change = f"{name}={value}"
@@ -234,7 +234,10 @@ def what_if_variants(args: argparse.Namespace, gpus: dict[str, Gpu]) -> dict[str
             raise UserError(
                 f"--what-if: {change!r} is not a change; use nodes=N, slots=N, gpu=KIND, ram=2000GiB, nic=3200Gb/s or disk=5GB/s"
             )
-        variants[change] = argparse.Namespace(**vars(args) | {name: int(value) if is_number else value})
+        values: dict[str, object] = {name: int(value) if is_number else value}
+        if name == "nodes" and args.gpus:  # other hosts have as many each, not as many in all
+            values |= {"gpus": None, "slots": slots}
+        variants[change] = argparse.Namespace(**vars(args) | values)
         _check_numbers(variants[change])
     return variants
 
@@ -308,13 +311,11 @@ def main(argv: Sequence[str]) -> int:
     if not (args.hosts or args.nodes or args.gpus):
         args.nodes, hosts_notes = _fewest_hosts(requested, args, machines)
         machines = dataclasses.replace(machines, nodes=args.nodes)
-    if args.gpus:  # of which a change of hosts makes others
-        args.nodes, args.slots, args.gpus = machines.nodes, args.slots or machines.slots, None
     resolved = _resolve_settings(requested, args.preset, machines)
     plan_config = _config_for(resolved, machines)
     others = {
         change: apply_machine_options(detected, machine_options(variant_args), gpus)
-        for change, variant_args in what_if_variants(args, gpus).items()
+        for change, variant_args in what_if_variants(args, gpus, machines.slots).items()
     }
     uncalibrated = _predict(plan_config, args.preset, None, machines)
     if args.calibrate:
@@ -388,13 +389,10 @@ def _fewest_hosts(requested: Config, args: argparse.Namespace, machines: Machine
 
     counts = [*filter(is_legal, range(1, MAX_ASSUMED_HOSTS + 1))] or [1]
     if find_fit(counts[-1]) is not Fit.YES:
-        return counts[0], [f"hosts        {counts[0]} (--nodes); on {counts[-1]}: {FIT_LABELS[find_fit(counts[-1])]}"]
+        return counts[0], [f"hosts        {counts[0]}; on {counts[-1]}: {FIT_LABELS[find_fit(counts[-1])]}"]
     number = bisect.bisect_left(counts, Fit.YES, key=find_fit)
-    if not number:
-        return counts[0], []
-    return counts[number], [
-        f"hosts        {counts[number]} (--nodes); on {counts[number - 1]}: {FIT_LABELS[find_fit(counts[number - 1])]}"
-    ]
+    fewer = f"; on {counts[number - 1]}: {FIT_LABELS[find_fit(counts[number - 1])]}" if number else ""
+    return counts[number], [f"hosts        {counts[number]}, the fewest that fit{fewer}"]
 
 
 def _count_tokens(requested: Config) -> tuple[float, str]:
