@@ -1,10 +1,10 @@
 """Time and memory of loading, compared with the usual ways and with plain reading.
 
 Baseline: ``from_pretrained`` on rank 0 in the dtype that is kept, then ``set_model_state_dict(broadcast_from_rank0=True)``. Its
-careful form: loaded and sent in BF16, and each rank casts its shards. Plain reading: each rank's rows with ``readinto``, into
-fresh memory. Each way runs in fresh processes, in rotating order; the median counts. Memory is rank 0's RssAnon + RssShmem
-(unreclaimable, unlike mapped file pages), sampled from another process: the peak, less the value before loading, less the bytes of
-rank 0's shards.
+careful form: loaded and sent in BF16, and each rank casts its shards. DCP: ``HuggingFaceStorageReader``. Plain reading: each
+rank's rows with ``readinto``, into fresh memory. Each way runs in fresh processes, in rotating order; the median counts. Memory
+is rank 0's RssAnon + RssShmem (unreclaimable, unlike mapped file pages), sampled from another process: the peak, less the value
+before loading, less the bytes of rank 0's shards.
 """
 
 import collections
@@ -26,6 +26,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import LlamaForCausalLM
 
@@ -50,9 +52,10 @@ FORMS = {
     "baseline": "from_pretrained + set_model_state_dict",
     "careful": "the same in BF16, shards cast after",
     "local": "each rank reads its own rows",
+    "dcp": "the same by torch's DCP",
     "plain": "the same bytes, with readinto",
 }
-RATIOS = (("streamed", "baseline"), ("streamed", "careful"), ("local", "plain"))
+RATIOS = (("streamed", "baseline"), ("streamed", "careful"), ("local", "dcp"), ("local", "plain"))
 
 
 def bench_load(
@@ -198,6 +201,9 @@ def _rank(
             load_weights.load(module, directory, {"streamed": "rank0"}.get(form, form), me, lambda *_: None)
         elif form == "plain":
             read = _read_plainly(directory, me)
+        elif form == "dcp":
+            load_weights.materialize(module, me)
+            dcp.load(module.state_dict(), storage_reader=HuggingFaceStorageReader(str(directory)))
         else:
             _baseline(module, directory, me, torch.bfloat16 if form == "careful" else master)
             module.to(master)
