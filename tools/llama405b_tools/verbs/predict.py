@@ -311,8 +311,7 @@ def main(argv: Sequence[str]) -> int:
     if not (args.hosts or args.nodes or args.gpus):
         args.nodes, hosts_notes = _fewest_hosts(requested, args, machines)
         machines = dataclasses.replace(machines, nodes=args.nodes)
-    resolved = _resolve_settings(requested, args.preset, machines)
-    plan_config = _config_for(resolved, machines)
+    plan_config = _config_for(_resolve_settings(requested, args.preset, machines), machines)
     others = {
         change: apply_machine_options(detected, machine_options(variant_args), gpus)
         for change, variant_args in what_if_variants(args, gpus, machines.slots).items()
@@ -344,19 +343,11 @@ def main(argv: Sequence[str]) -> int:
         links_measured = calibration and (
             calibration.load.hosts > 1 or prediction.run.hosts == 1
         )  # else the rates of its links are assumptions
-        assumption_lines = (
-            []
-            if links_measured
-            else describe_assumptions(detected, machine_options(args), machines, hosts_asked=bool(hosts))
-        )
+        notes = fmt_if("data         {}", data_text).splitlines()
+        if not links_measured:
+            notes += describe_assumptions(detected, machine_options(args), machines, hosts_asked=bool(hosts))
         bugs = [f"known bug    {what}; {bug.cure}" for what, bug in known_bugs(plan_config, machines.versions).items()]
-        print(
-            "\n".join(
-                answer.format_lines(
-                    [*fmt_if("data         {}", data_text).splitlines(), *assumption_lines, *hosts_notes, *bugs]
-                )
-            )
-        )
+        print("\n".join(answer.format_lines([*notes, *hosts_notes, *bugs])))
     code = EXIT_CODES.get([*ranked, prediction][0].fit, EXIT_OK)
     if args.write and code != EXIT_UNFIT:
         _write_settings(args, settings, requested, ranked[0].run.apply_to(plan_config))
