@@ -4,7 +4,7 @@
 
 One run of two ranks with a guard, started by the version of ``COMMIT``; while it trains, the code under it becomes this checkout's, and a
 rank is killed: the guard resumes it. Then the old code comes back, and a launch resumes from the last checkpoint that it can read. The
-losses of steps that are taken again must be the same. Exit code 1 if not, or if a step of this does not happen. Two minutes.
+losses of steps that are taken again must be the same. Exit code 1 if not, or if a step of this does not happen. A minute.
 """
 
 import json
@@ -117,7 +117,7 @@ def taken_again(run: Path, before: dict[int, float]) -> str:
 
 
 def said(run: Path, words: str) -> str:
-    """Return the last line of rank 0's log with these words."""
+    """Return the last line of the run's logs with these words; '': none."""
     lines = [
         line for file in run.rglob("*.log") for line in file.read_text(errors="replace").splitlines() if words in line
     ]
