@@ -4,8 +4,8 @@ There are two kinds of measurements: steps of the run itself with few of its lay
 hosts; and rates, each measured alone on all ranks, which replace data sheets for other settings.
 
 A range holds the time of a run of one more program with nine chances in ten, judged by times that other programs published and that were
-not fitted: programs differ by more than the runs of one program do (Student's t over programs; ``scripts/fit_plan.py`` writes
-``ranges.json``; see docs/plan-accuracy.md). With fewer than three programs there is no such range; a wide one is assumed instead.
+not fitted: programs differ by more than the runs of one program do (``scripts/fit_plan.py`` writes ``ranges.json``; see
+docs/plan-accuracy.md). With fewer than four programs, it is what their runs took.
 """
 
 import dataclasses
@@ -217,8 +217,8 @@ def _rates_at_full(gpu: Gpu) -> Rates:
 
 
 RANGES_FILE = Path(__file__).with_name("ranges.json")
-SMALL_MODEL = 10e9  # parameters; below, launches of kernels count, and programs differ by more
-MIN_PROGRAMS = 3  # programs that make a range
+MEDIUM_MODEL, LARGE_MODEL = 5e9, 10e9  # parameters; the smaller, the more launches of kernels count
+MIN_PROGRAMS = 4  # programs that make a range; of fewer, it is what their runs took
 MEASURED_GPUS = frozenset(
     {"h100-80", "h100-96-500w", "h200-141", "a100-80", "a100-40"}
 )  # GPUs of which rates are known
@@ -229,35 +229,42 @@ class Evidence(enum.StrEnum):
 
     STEPS = "steps"  # the run's own steps, on its hosts
     RATES = "rates"  # the rates of its hosts
-    LARGE = "large"  # other programs, on such GPUs
-    SMALL = "small"  # the same, of small models or of one GPU
+    LARGE = "large"  # other programs, with models of at least 10 B parameters
+    MEDIUM = "medium"  # the same, of at least 5 B, or on one GPU
+    SMALL = "small"  # the same, of any less
     MESH = "mesh"  # the same, that split more than the parameters: tp, cp or pp
-    OFFLOAD = "offload"  # fewer than three programs
-    FP8 = "fp8"  # likewise
-    ADAPTERS = "adapters"  # no program
-    NOTHING = "nothing"  # no one has timed this GPU
+    FP8 = "fp8"
+    ADAPTERS = "adapters"
+    OFFLOAD = "offload"
+    OTHER_GPU = "other GPU"  # the same, on GPUs whose rates were not fitted
 
     @classmethod
-    def from_setup(cls, setup: TrainingSetup) -> "Evidence":
-        """Return the evidence for a setup that was not measured on its own hosts."""
+    def kinds_of(cls, setup: TrainingSetup) -> tuple["Evidence", ...]:
+        """Return the kinds of published runs that tell about a setup; it counts as one of the first of them."""
         if setup.gpu.name not in MEASURED_GPUS:
-            return cls.NOTHING
-        if setup.is_adapter:
-            return cls.ADAPTERS
-        if setup.fp8:
-            return cls.FP8
-        if setup.updates_on_host:
-            return cls.OFFLOAD
-        return _comparable_programs(setup)
+            return (cls.OTHER_GPU,)
+        techniques = {
+            cls.OFFLOAD: setup.updates_on_host,
+            cls.ADAPTERS: setup.is_adapter,
+            cls.FP8: setup.fp8,
+            cls.MESH: setup.tp * setup.cp * setup.pp > 1,
+        }
+        size = cls.MEDIUM if setup.gpus == 1 or setup.shape.parameters < LARGE_MODEL else cls.LARGE
+        if setup.shape.parameters < MEDIUM_MODEL:
+            size = cls.SMALL
+        return (*(kind for kind, is_in_use in techniques.items() if is_in_use), size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimeRange:
-    """The range of a time, as shares of the prediction."""
+    """The range of a time, as shares of the prediction, and the published runs that it is after, if it is."""
 
     low: float
     high: float
-    programs: int = 0  # it is after those of so many; 0: it is not after programs
+    programs: int = 0
+    runs: int = 0
+    shortest: float = 0.0  # what those runs took, as shares of what is predicted for them
+    longest: float = 0.0
 
     def bounds(self, value: float) -> tuple[float, float]:
         """Return the lowest and the highest likely value."""
@@ -265,37 +272,16 @@ class TimeRange:
 
 
 STEPS_RANGE = TimeRange(0.90, 1.10)  # of docs/measurements/plan.md, on CPUs; no GPU was calibrated yet
-FP8_RANGE = TimeRange(
-    0.85, 1.13, 2
-)  # a factor of the others: five published rows, of two programs (docs/plan-accuracy.md)
-ADAPTERS_RANGE = TimeRange(
-    0.85, 1.18
-)  # a factor of the others, by assumption: no program's times with LoRA have been compared
 RATES_RANGE = TimeRange(0.85, 1.15)  # the same, of settings that were not measured themselves
 
 
-def find_time_range(setup: TrainingSetup) -> TimeRange | None:
-    """Return the range for a setup not measured on its own hosts; None: its GPU was never measured."""
-    evidence = Evidence.from_setup(setup)
-    if evidence is Evidence.NOTHING:
-        return None
-    time_range = _read_ranges()[_comparable_programs(setup)]
-    offload = setup.updates_on_host, _read_ranges()[Evidence.OFFLOAD]
-    for is_in_use, factor in (offload, (setup.fp8, FP8_RANGE), (setup.is_adapter, ADAPTERS_RANGE)):
-        if is_in_use:
-            time_range = TimeRange(time_range.low * factor.low, time_range.high * factor.high, factor.programs)
-    return time_range
+def find_time_range(setup: TrainingSetup) -> TimeRange:
+    """Return the range for a setup not measured on its own hosts: that of all kinds of published runs that tell about it."""
+    ranges = [_read_ranges()[kind] for kind in Evidence.kinds_of(setup)]
+    return dataclasses.replace(ranges[0], low=min(each.low for each in ranges), high=max(each.high for each in ranges))
 
 
 @functools.cache
 def _read_ranges() -> dict[str, TimeRange]:
-    """The ranges of other programs, by what is known; that of ``OFFLOAD`` is a factor of the other's."""
+    """The ranges of other programs, by kind of evidence."""
     return {name: TimeRange(**fields) for name, fields in json.loads(RANGES_FILE.read_text()).items()}
-
-
-def _comparable_programs(setup: TrainingSetup) -> Evidence:
-    """Return the class of published runs that is like this one, except for where the states are."""
-    if setup.tp * setup.cp * setup.pp > 1:
-        return Evidence.MESH
-    is_small = setup.gpus == 1 or setup.shape.parameters < SMALL_MODEL
-    return Evidence.SMALL if is_small else Evidence.LARGE

@@ -149,6 +149,7 @@ def training_setup(run: PredictedRun, cluster: Cluster) -> TrainingSetup:
     return TrainingSetup(
         ModelShape.from_llama(run.llama), cluster.attained or cluster.gpu, run.world, run.ranks_per_host, cluster.nic_bytes_per_s,
         run.seq_len, run.micro_batch, run.grad_accum_steps, gradient,
+        attention=run.attention,
         units=1 + run.has_sublayer_units,
         update_bytes=run.update_bytes_per_parameter,
         update_flops=run.update_flops,

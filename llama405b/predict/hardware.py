@@ -132,8 +132,10 @@ class Rates:
     interference: float  # of the shorter of compute and communication, the share that delays the longer
     network: float  # of the hosts' links
     hop_s: float  # of a ring's step from rank to rank
-    triton: float  # of attention, with MPT's early Triton kernel
-    attention: Mapping[str, float]  # by GPU; a prior
+    triton: float  # of attention, with MPT's early Triton kernel, of FlashAttention 2
+    attention: Mapping[str, float]  # by GPU, with FlashAttention 2; a prior
+    # of attention, with FlashAttention 3 or 4, of FlashAttention 2: 0.65 of an H200's FLOPs explains published runs of 64K tokens and more
+    flash3: float = 1.625
     memory: float = 0.75  # of the GPU's memory, by elementwise work; a prior
     peers: float = 0.75  # of NVLink; a prior
     scatter: float = 1.0  # a reduce-scatter's rate, of an all-gather's; a prior
@@ -157,9 +159,12 @@ class Rates:
         """Return the attained share of matrix products; for a GPU that was not measured, its nearest kin's."""
         return self.matmul.get(gpu) or self.matmul[NEAREST_GPU.get(gpu, "h100-80")]
 
-    def attention_share(self, gpu: str) -> float:
-        """As ``matmul_share``."""
-        return self.attention.get(gpu) or self.attention[NEAREST_GPU.get(gpu, "h100-80")]
+    def attention_share(self, gpu: str, kernel: str = "") -> float:
+        """As ``matmul_share``; ``kernel``: as in settings. Any that is not named here is taken to be like FlashAttention 2."""
+        share = self.attention.get(gpu) or self.attention[NEAREST_GPU.get(gpu, "h100-80")]
+        return share * {"triton": self.triton, "flash_attention_3": self.flash3, "flash_attention_4": self.flash3}.get(
+            kernel, 1.0
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,7 +233,7 @@ class TrainingSetup:
     products_kept: float = 1.0  # where that is of operators: as a share; torchtitan keeps every second
     reshard: bool = True  # parameters are gathered again in the backward
     compiled: bool = False
-    triton: bool = False  # attention by the kernel of MPT's time
+    attention: str = ""  # its kernel
     update_bytes: float = 28.0  # read and written per parameter: AdamW on weight, gradient and two moments in FP32
     update_flops: float = 0.0  # of all matrices, each on one GPU
     updates_on_host: bool = False

@@ -120,11 +120,11 @@ class Prediction:
         """The kind of measurements behind the predicted time."""
         if self._is_measured:
             return Evidence.STEPS
-        return Evidence.RATES if self.calibration else Evidence.from_setup(training_setup(self.run, self.cluster))
+        return Evidence.RATES if self.calibration else Evidence.kinds_of(training_setup(self.run, self.cluster))[0]
 
     @property
-    def time_range(self) -> TimeRange | None:
-        """The range of times; None: the GPU was never measured."""
+    def time_range(self) -> TimeRange:
+        """The range of times."""
         if self.calibration:
             return calibration.STEPS_RANGE if self._is_measured else calibration.RATES_RANGE
         return calibration.find_time_range(training_setup(self.run, self.cluster))

@@ -73,7 +73,7 @@ def layer_work(setup: TrainingSetup, rates: Rates) -> LayerWork:
     weights_s = fp8_products_s if setup.fp8 else products_s
     products = weights_s(setup, rates, setup.shape.matrices)
     flops = 2 * setup.seq_len * setup.shape.width * setup.tokens  # of attention: the causal half of 4 S T width
-    attained = setup.gpu.flops * rates.attention_share(setup.gpu.name) * (rates.triton if setup.triton else 1)
+    attained = setup.gpu.flops * rates.attention_share(setup.gpu.name, setup.attention)
     base = GpuWork(products, flops / attained, _elementwise_s(setup, rates))
     forward = base + adapter_work(setup, rates, 1, 2, 8)
     backward = base.scaled(2 - setup.is_adapter, 2.5, 2) + adapter_work(setup, rates, 2, 10, 4)

@@ -1,7 +1,7 @@
 """Published measurements, as settings of the plan's model, and how wrong it is about them.
 
 tests/data/published.csv: those that were fitted, and others that were looked at then. tests/data/unseen.csv: those that were found
-when all was fitted. tests/data/meshes.csv: those with tensor, pipeline or context parallelism, none of which was fitted.
+when all was fitted, with tensor, pipeline or context parallelism, FP8, adapters and updates on hosts among them.
 """
 
 import csv
@@ -15,26 +15,39 @@ from llama405b.predict.run_shape import layers_per_stage
 from llama405b.predict.step_time import step_time
 from llama405b.settings.axes import Recompute
 from llama405b.settings.config import PRESET_DIR
+from llama405b.settings.schema import Adapter
+from llama405b.spec.adapters import adapted_features, n_adapter_parameters
 from llama405b.spec.models import parse_llama
 
 DATA = Path(__file__).parent.parent / "data"
-ROWS, UNSEEN, MESHES = DATA / "published.csv", DATA / "unseen.csv", DATA / "meshes.csv"
+ROWS, UNSEEN = DATA / "published.csv", DATA / "unseen.csv"
 OTHER_GPUS = DATA / "unseen_gpus.toml"
 PROGRAMS = {  # by how a source begins
     "MosaicML": "llm-foundry", "torchtitan": "torchtitan", "Trainy": "torchtitan", "Lambda": "Lambda", "ATorch": "ATorch",
     "IBM fms-fsdp": "fms-fsdp", "IBM and Meta": "IBM and Meta", "torchtune": "torchtune", "prime-rl": "prime-rl",
-    "KempnerForge": "KempnerForge", "NeMo": "NeMo Automodel", "NVIDIA NeMo": "NeMo Automodel", "NVIDIA Megatron": "Megatron-Bridge",
+    "KempnerForge": "KempnerForge", "NeMo": "NeMo Automodel", "NVIDIA NeMo": "NeMo Automodel", "NVIDIA Megatron": "Megatron",
+    "DeepSpeed": "DeepSpeed", "Meta": "Llama 3", "OLMo-core": "OLMo-core", "vectorlm": "vectorlm", "TinyLlama": "TinyLlama",
+    "AMD Primus": "Primus",
 }  # fmt: skip
 RECOMPUTED = {  # and which share of products is kept; op: every second, layer: all in every second layer
     "full": (Recompute(), 1.0), "layer": (Recompute(every=2), 1.0), "op": (Recompute("operators"), 0.5), "none": (Recompute("none"), 1.0),
 }  # fmt: skip
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
 LLAMA3 = {f"llama3-{size}": PRESETS[f"llama3.1-{size}"] for size in ("8b", "70b", "405b")}
-OTHERS = {  # hidden, intermediate, layers, heads, heads of keys, vocabulary, and whether the embedding is the head
-    "llama3.2-3b": (3072, 8192, 28, 24, 8, 128_256, True), "kempnerforge-15b": (5120, 17_920, 40, 40, 8, 128_256, False),
-    "qwen3-4b": (2560, 9728, 36, 32, 8, 151_936, True), "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151_936, True),
-}  # fmt: skip
-HEAD_DIM = 128  # of all these
+OTHERS = {  # of a preset: hidden, intermediate, layers, heads, heads of keys, vocabulary, and whether the embedding is the head
+    "llama3.2-3b": ("llama3.1-8b", 3072, 8192, 28, 24, 8, 128_256, True),
+    "kempnerforge-15b": ("llama3.1-8b", 5120, 17_920, 40, 40, 8, 128_256, False),
+    "llama3-8b-100k": ("llama3.1-8b", 4096, 14_336, 32, 32, 8, 100_352, False),
+    "tinyllama-1.1b": ("llama3.1-8b", 2048, 5632, 22, 32, 4, 32_000, False, 64),
+    "qwen3-4b": ("llama3.1-8b", 2560, 9728, 36, 32, 8, 151_936, True),
+    "qwen3-0.6b": ("llama3.1-8b", 1024, 3072, 28, 16, 8, 151_936, True),
+    "qwen2.5-7b": ("qwen2.5-7b", 3584, 18_944, 28, 28, 4, 152_064, False),
+    "qwen2.5-32b": ("qwen2.5-7b", 5120, 27_648, 64, 40, 8, 152_064, False),
+    "olmo2-1b": ("olmo2-7b", 2048, 8192, 16, 16, 16, 100_352, False),
+    "olmo2-7b": ("olmo2-7b", 4096, 11_008, 32, 32, 32, 100_352, False),
+    "olmo2-13b": ("olmo2-7b", 5120, 13_824, 40, 40, 40, 100_352, False),
+}
+HEAD_DIM = 128  # where nothing else stands above
 LLAMA2 = {  # hidden, intermediate, layers, heads, heads of keys
     "llama2-7b": (4096, 11_008, 32, 32, 32), "llama2-13b": (5120, 13_824, 40, 40, 40), "llama2-70b": (8192, 28_672, 80, 64, 8),
     "llama2-34b": (8192, 22_016, 48, 64, 8),
@@ -87,8 +100,8 @@ class Row:
 
     @property
     def is_evidence(self) -> bool:
-        """Whether it tells how far off a time may be: it is of time in BF16, can be predicted, and was not fitted."""
-        return not (self.not_modelled or self.train or self.metric in BYTES or self.setting.fp8)
+        """Whether it tells how far off a time may be: it is of time, can be predicted, and was not fitted."""
+        return not (self.not_modelled or self.train or self.metric in BYTES)
 
     def slowness(self, rates: Rates) -> float:
         """How long it took, of the time that is predicted, as a logarithm."""
@@ -102,20 +115,25 @@ class Row:
 
 def shape_of(model):
     """The shape of a model by its name in the table."""
-    if model in MPT:
-        hidden, layers = MPT[model]
-        layer = 12 * hidden * hidden + 2 * hidden  # no biases
-        n = layers * layer + (MPT_VOCAB + MPT_POSITIONS + 1) * hidden
-        return ModelShape(layers, hidden, hidden, hidden, 4 * hidden, False, MPT_VOCAB, n)
+    if model not in MPT:
+        return ModelShape.from_llama(llama_of(model))
+    hidden, layers = MPT[model]
+    layer = 12 * hidden * hidden + 2 * hidden  # no biases
+    n = layers * layer + (MPT_VOCAB + MPT_POSITIONS + 1) * hidden
+    return ModelShape(layers, hidden, hidden, hidden, 4 * hidden, False, MPT_VOCAB, n)
+
+
+def llama_of(model):
+    """A model of the table that is no MPT."""
     if model in LLAMA3:
-        return ModelShape.from_llama(parse_llama(LLAMA3[model], model))
-    known = OTHERS.get(model) or (*LLAMA2[model], 32_000, False)
-    hidden, intermediate, layers, heads, kv_heads, vocab, tied = known
+        return parse_llama(LLAMA3[model], model)
+    kin, *known = OTHERS.get(model) or ("llama3.1-8b", *LLAMA2[model], 32_000, False)
+    hidden, intermediate, layers, heads, kv_heads, vocab, tied, head_dim = [*known, HEAD_DIM][:8]
     shape = {
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "vocab_size": vocab, "tie_word_embeddings": tied, "head_dim": HEAD_DIM,
+        "num_key_value_heads": kv_heads, "vocab_size": vocab, "tie_word_embeddings": tied, "head_dim": head_dim,
     }  # fmt: skip
-    return ModelShape.from_llama(parse_llama(LLAMA3["llama3-8b"] | shape, model))
+    return parse_llama(PRESETS[kin] | shape, model)
 
 
 def read_rows(file=ROWS):
@@ -135,37 +153,35 @@ def read_rows(file=ROWS):
 
 
 def _setting(cells, gpus):
-    setting = TrainingSetup(
+    """A row's setting; what it leaves out is as the trainer does without being asked."""
+
+    def number(name, default):
+        return type(default)(cells.get(name) or default)
+
+    pp, chunks, once = number("pp", 1), number("chunks", 1), cells.get("once") == "1"
+    on_host, weight, gradient = cells["offload"] != "none", 2, 2
+    return TrainingSetup(
         shape_of(cells["model"]), gpus[cells["gpu"]], int(cells["gpus"]), int(cells["gpus_per_node"]),
         float(cells["nic_gbit_per_node"]) * 1e9 / 8, int(cells["seq_len"]), int(cells["micro_batch"]), int(cells["grad_accum"]),
         int(cells["reduce_bytes"]), *RECOMPUTED[cells["checkpointing"]], cells["reshard"] == "1", cells["compile"] == "1",
-        cells["model"] in MPT,
+        "triton" if cells["model"] in MPT else cells.get("attention", ""), fused=cells["compile"] == "fused",
+        tp=number("tp", 1), cp=number("cp", 1), chunks=chunks, gathers_once=once, reduces_once=once,
+        stages=layers_per_stage(llama_of(cells["model"]), pp * chunks) if pp > 1 else (),
+        sharded_over=number("sharded_over", 0), fp8=cells.get("fp8") == "1", update_bytes=number("update_bytes", 28.0),
+        updates_on_host=on_host, copied_up=weight * on_host, copied_down=gradient * on_host,
+        **_adapted(cells),
     )  # fmt: skip
-    return _told(setting, cells)
 
 
-def _told(setting, cells):
-    """What only rows of other files tell: axes of a mesh; copies of the weights, and the update of BF16 states, and where it is."""
-    if cells.get("tp"):
-        pp, chunks, once = int(cells["pp"]), int(cells["chunks"]), cells["once"] == "1"
-        llama = parse_llama(LLAMA3[cells["model"]], cells["model"])
-        stages = layers_per_stage(llama, pp * chunks) if pp > 1 else ()
-        return dataclasses.replace(
-            setting,
-            tp=int(cells["tp"]),
-            cp=int(cells["cp"]),
-            stages=stages,
-            chunks=chunks,
-            gathers_once=once,
-            reduces_once=once,
-        )
-    setting = dataclasses.replace(
-        setting, sharded_over=int(cells.get("sharded_over") or 0), fp8=cells.get("fp8") == "1"
-    )
-    if not cells.get("update_bytes"):
-        return setting
-    setting = dataclasses.replace(setting, update_bytes=float(cells["update_bytes"]))
-    if cells["offload"] == "none":
-        return setting
-    weight = gradient = 2
-    return dataclasses.replace(setting, updates_on_host=True, copied_up=weight, copied_down=gradient)
+def _adapted(cells):
+    """What of a model takes gradients: ``adapter`` is a rank, and the matrices that have it by the beginnings of their names."""
+    if not cells.get("adapter"):
+        return {}
+    rank, matrices = cells["adapter"].split()
+    llama = llama_of(cells["model"])
+    adapter = Adapter(kind="lora", rank=int(rank), targets=tuple(f"{name}_proj" for name in matrices.split(",")))
+    return {
+        "trained_share": n_adapter_parameters(llama, adapter) / llama.parameters,
+        "adapted_features": adapted_features(llama, adapter),
+        "adapter_rank": adapter.rank,
+    }

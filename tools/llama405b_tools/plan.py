@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from llama405b.contract.errors import STAGING_SHARE, fmt_if, pluralize
+from llama405b.contract.errors import STAGING_SHARE, fmt_if
 from llama405b.contract.software import DOCS
 from llama405b.predict.calibration import MIN_PROGRAMS, Calibration, Evidence, TimeRange
 from llama405b.predict.estimate import Machines
@@ -37,15 +37,20 @@ RETRIES_NOTE = (
 )
 MAX_REMEDIES = 3  # changes
 MIN_SHOWN_BYTES, MIN_SHOWN_S = 0.05 * GIB, 0.05
-UNMEASURED = "never measured on this GPU"
+UNMEASURED = "little is known of times on this GPU"
 MEASURED_BASIS = {  # of what was measured on the hosts
     Evidence.STEPS: "from steps measured on these hosts",
     Evidence.RATES: "from rates measured on these hosts",
 }
 PROGRAMS_BASIS = {  # what was measured of other programs
-    Evidence.SMALL: "with models below 10 B parameters or one GPU",
+    Evidence.SMALL: "with models below 5 B parameters",
+    Evidence.MEDIUM: "with models of 5 to 10 B parameters, or one GPU",
     Evidence.LARGE: "with models of 10 B parameters or more",
     Evidence.MESH: "with tp, cp or pp",
+    Evidence.FP8: "in FP8",
+    Evidence.ADAPTERS: "with LoRA",
+    Evidence.OFFLOAD: "with updates in host memory",
+    Evidence.OTHER_GPU: "on B200, GB200, MI300X, MI325X and A6000",
 }
 
 
@@ -226,7 +231,7 @@ def format_expectation(prediction: Prediction) -> str:
         if calibration
         else "checked for layers on one H200, not yet on several GPUs"
     )
-    if not prediction.time_range:
+    if prediction.evidence is Evidence.OTHER_GPU:
         basis = UNMEASURED
     memory_gib = prediction.cluster.gpu.memory_bytes / GIB
     slower = "; slower, with allocator retries" if prediction.gpu_fit is Fit.RETRIES else ""
@@ -268,12 +273,10 @@ def _time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
     return lines
 
 
-def _compare_measured(measured_s: float, predicted_s: float, time_range: TimeRange | None) -> str:
+def _compare_measured(measured_s: float, predicted_s: float, time_range: TimeRange) -> str:
     """Say whether a step took what was predicted."""
-    verdict = "no range is known"
-    if time_range:
-        low_s, high_s = time_range.bounds(predicted_s)
-        verdict = "as predicted" if low_s <= measured_s <= high_s else "not as predicted"
+    low_s, high_s = time_range.bounds(predicted_s)
+    verdict = "as predicted" if low_s <= measured_s <= high_s else "not as predicted"
     return f"{measured_s:g} s a step, {verdict}: {measured_s / predicted_s:.2f} of {format_range(predicted_s, time_range)} s"
 
 
@@ -332,17 +335,13 @@ def _compute_lines(time: StepTime) -> list[str]:
 def _format_basis(prediction: Prediction) -> str:
     """Format the basis of the range of times."""
     time_range, evidence = prediction.time_range, prediction.evidence
-    if not time_range:
-        return f"{UNMEASURED} ({prediction.cluster.gpu.name}); `plan HOSTS --calibrate` measures it on its hosts"
     if evidence in MEASURED_BASIS:
         return MEASURED_BASIS[evidence]
-    if evidence is Evidence.ADAPTERS:
-        return "rough (no published times with adapters to compare with)"
-    if time_range.programs < MIN_PROGRAMS:
-        programs = pluralize(time_range.programs, "other program")
-        technique = "in FP8" if evidence is Evidence.FP8 else "with offload"
-        return f"rough: {programs} {technique} published a time; a range needs {MIN_PROGRAMS}"
-    return f"covers 90% of published times of {time_range.programs} other programs, {PROGRAMS_BASIS[evidence]}"
+    likely = "rough" if time_range.programs < MIN_PROGRAMS else "90% likely"
+    return (
+        f"{likely}: {time_range.runs} published runs of {time_range.programs} other programs {PROGRAMS_BASIS[evidence]} "
+        f"took {time_range.shortest:.2f} to {time_range.longest:.2f} times as long as predicted"
+    )
 
 
 def format_spread(value: float, share: float) -> str:
@@ -368,7 +367,7 @@ FIELD_UNITS = {  # of fields, by their name or how it ends
     "tokens_per_s": "tokens per second, of all GPUs",
     "_bytes_per_s": "bytes per second, one direction",
     "_spread": "share of the value by which it may be too high or too low",
-    "time_range": "lowest and highest likely time, as shares of it, and how many programs show it; null: this GPU was never measured",
+    "time_range": "lowest and highest likely time, as shares of it, and the published runs behind it",
     "share": "share of the time",
     "mesh": "ranks along each axis",
     "mfu": "share",
@@ -396,7 +395,7 @@ def prediction_record(prediction: Prediction, machines: Machines, options: Repor
         "gpu_held_bytes": needs.peak.bytes_by_kind, "peak_moment": needs.peak.moment, "host_held_bytes": prediction.host_bytes_by_kind,
         "loading": dataclasses.asdict(needs.loading), "saving": dataclasses.asdict(needs.saving),
         "pinned_bytes": needs.pinned_bytes, "pinning_s": needs.pinning_s,
-        "memory_spread": prediction.memory_spread, "time_range": dataclasses.asdict(time_range) if time_range else None,
+        "memory_spread": prediction.memory_spread, "time_range": dataclasses.asdict(time_range),
         "evidence": prediction.evidence, "calibrated": bool(prediction.calibration),
         "time": dataclasses.asdict(needs.time) | {"step_s": needs.step_s} if needs.time else None,
         "floor_s": prediction.floor_s, "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu, "hfu": prediction.hfu,
@@ -507,7 +506,11 @@ def comparison_lines(predictions: Mapping[str, Prediction], options: ReportOptio
     batches = filter(
         None, (_describe_batch_change(name, prediction, planned) for name, prediction in predictions.items())
     )
-    unmeasured = [f"  {name}: {UNMEASURED}" for name, prediction in predictions.items() if not prediction.time_range]
+    unmeasured = [
+        f"  {name}: {UNMEASURED}"
+        for name, prediction in predictions.items()
+        if prediction.evidence is Evidence.OTHER_GPU
+    ]
     totals = "days, GPU-hours and cost" if options.price else "days and GPU-hours"
     return ["", *lines, *batches, *unmeasured, f"  {totals} are for {tokens:,.0f} tokens, with saves and failures"]
 

@@ -187,7 +187,7 @@ def test_a_run_that_gets_nowhere_is_said_so(capsys):
 
 def test_a_price_without_tokens_is_that_of_a_day_and_a_step(capsys):
     out = asked(capsys, *LARGE, "--price", "2.5")[1]
-    assert line(out, "cost") == "cost         3,840 a day, 1.2 (1.0 to 1.8) a step, at 2.5 a GPU-hour"
+    assert line(out, "cost") == "cost         3,840 a day, 1.2 (1.0 to 1.7) a step, at 2.5 a GPU-hour"
     assert record(capsys, *LARGE, "--price", "2.5")["cost_per_day"] == 3840
 
 

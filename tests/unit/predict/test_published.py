@@ -4,6 +4,8 @@ Ranges come from the others, each program counting the same.
 """
 
 import csv
+import dataclasses
+import json
 import math
 import statistics
 
@@ -14,8 +16,8 @@ from fit_plan import (
     BEGIN,
     DOCUMENT,
     END,
-    MESHES_BEGIN,
-    MESHES_END,
+    PROGRAMS_BEGIN,
+    PROGRAMS_END,
     RANGES_BEGIN,
     RANGES_END,
     UNSEEN_DOCUMENT,
@@ -27,11 +29,11 @@ from fit_plan import (
     written,
 )
 from llama405b.predict.calibration import MEASURED_GPUS, MIN_PROGRAMS, RANGES_FILE, Evidence, find_time_range
-from llama405b.predict.hardware import COEFFICIENTS_FILE, Rates
-from published import MESHES, ROWS, UNSEEN, read_rows
+from llama405b.predict.hardware import COEFFICIENTS_FILE, Rates, read_gpus
+from published import ROWS, UNSEEN, read_rows
 
 FROZEN = {  # since 0.3.0: what a later change gains is shown against these, so nobody fits them again to make it true
-    "matmul": {"a100-40": 0.7462, "a100-80": 0.7699, "h100-80": 0.5938, "h100-96-500w": 0.4634},
+    "matmul": {"a100-40": 0.7462, "a100-80": 0.7699, "b200-180": 0.43, "h100-80": 0.5938, "h100-96-500w": 0.4634},
     "interference": 0.4,
     "network": 0.8438,
     "hop_s": 5.76e-06,
@@ -50,13 +52,8 @@ def unseen():
 
 
 @pytest.fixture(scope="module")
-def meshes():
-    return read_rows(MESHES)
-
-
-@pytest.fixture(scope="module")
-def evidence(rows, unseen, meshes):
-    return plan_ranges.points([*rows, *unseen, *meshes], Rates.read())
+def evidence(rows, unseen):
+    return plan_ranges.points([*rows, *unseen], Rates.read())
 
 
 def test_the_fitted_coefficients_are_frozen():
@@ -91,56 +88,60 @@ def test_it_is_as_close_as_it_says(rows):
 
 
 def test_the_document_has_the_table(rows):
-    _, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    assert rest.partition(END)[0].strip() == table(rows, Rates.read())
+    assert in_page(DOCUMENT, BEGIN, END) == table(rows, Rates.read())
 
 
-def test_the_document_has_the_meshes(meshes):
-    _, _, rest = DOCUMENT.read_text().partition(MESHES_BEGIN)
-    assert rest.partition(MESHES_END)[0].strip() == "\n".join(rows_table(meshes, Rates.read()))
-    of_eager = [abs(row.error(Rates.read())) for row in meshes if row.program != "Megatron-Bridge"]
-    assert max(of_eager) < 0.08  # of programs of plain PyTorch
+def in_page(page, begin, end):
+    return page.read_text().partition(begin)[2].partition(end)[0].strip()
 
 
-def test_the_document_has_the_ranges_and_the_unseen_rows(evidence, unseen):
-    _, _, rest = UNSEEN_DOCUMENT.read_text().partition(RANGES_BEGIN)
-    assert rest.partition(RANGES_END)[0].strip() == plan_ranges.table(evidence)
-    _, _, rest = UNSEEN_DOCUMENT.read_text().partition(BEGIN)
-    assert rest.partition(END)[0].strip() == "\n".join(rows_table(unseen, Rates.read()))
+def test_the_documents_have_the_ranges_the_programs_and_the_unseen_rows(evidence, unseen):
+    assert in_page(DOCUMENT, RANGES_BEGIN, RANGES_END) == plan_ranges.table(evidence)
+    assert in_page(UNSEEN_DOCUMENT, PROGRAMS_BEGIN, PROGRAMS_END) == plan_ranges.programs_table(evidence)
+    assert in_page(UNSEEN_DOCUMENT, BEGIN, END) == "\n".join(rows_table(unseen, Rates.read()))
 
 
 def test_the_ranges_are_what_the_other_rows_give(evidence):
     assert RANGES_FILE.read_text() == plan_ranges.written(evidence)
 
 
-def test_a_range_holds_nine_of_ten_points_of_its_programs_or_says_that_they_are_few(rows, unseen, meshes):
-    rates, inside = Rates.read(), {}
-    for row in [*rows, *unseen, *meshes]:
-        if row.is_evidence and (within := find_time_range(row.setting)):
-            held = within.low <= math.exp(row.slowness(rates)) <= within.high
-            found = inside.setdefault((Evidence.from_setup(row.setting), within.programs), {})
-            found.setdefault(row.program, []).append(held)
-    assert {kind for kind, _ in inside} == {Evidence.LARGE, Evidence.SMALL, Evidence.MESH, Evidence.OFFLOAD}
-    for (kind, said), programs in inside.items():
-        assert said == len(programs)
-        assert (kind is Evidence.OFFLOAD) == (said < MIN_PROGRAMS)
-        assert statistics.mean(held for each in programs.values() for held in each) >= 0.9
-        assert statistics.mean(statistics.mean(each) for each in programs.values()) >= 0.9
+BEFORE = {  # interval scores, each program left out, on these rows, of the ranges of 0.3.0: factors for FP8 and LoRA, and fewer rows
+    Evidence.LARGE: 0.501, Evidence.MEDIUM: 0.650, Evidence.SMALL: 0.851, Evidence.MESH: 1.014, Evidence.ADAPTERS: 1.259,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", plan_ranges.KINDS)
-def test_a_range_made_without_a_program_holds_nine_of_ten_points_that_are_left_out_so(evidence, kind):
-    found = [(len(logs), alone) for each, _, logs, _, alone in plan_ranges.coverage(evidence) if each is kind]
-    assert len(found) >= MIN_PROGRAMS
-    assert sum(n * alone for n, alone in found) / sum(n for n, _ in found) >= 0.9
+@pytest.mark.parametrize("kind", BEFORE)
+def test_a_range_made_without_a_program_holds_its_runs_and_is_narrower_than_before(evidence, kind):
+    assert sum(map(len, evidence[kind].values())) >= 10
+    assert len(evidence[kind]) >= MIN_PROGRAMS
+    others = plan_ranges.held(evidence, kind, left_out=True)
+    assert others.by_program >= 0.85
+    assert others.score < BEFORE[kind]
 
 
-def test_a_range_is_no_wider_than_it_must_be(evidence):
-    for kind in plan_ranges.KINDS:
-        low, high = plan_ranges.spread(list(evidence[kind].values()))
-        third, middle = (high - low) / 6, (high + low) / 2
-        logs = [x for each in evidence[kind].values() for x in each]
-        assert plan_ranges.share_inside(logs, math.exp(middle - third), math.exp(middle + third)) < 0.9
+def test_a_range_holds_nine_of_ten_programs_or_says_that_they_are_few(evidence):
+    for kind, programs in evidence.items():
+        own = plan_ranges.held(evidence, kind, left_out=False)
+        assert own.by_program >= 0.9
+        assert own.of_points == 1 or len(programs) >= MIN_PROGRAMS
+    few = {kind for kind, programs in evidence.items() if len(programs) < MIN_PROGRAMS}
+    assert few == {Evidence.FP8, Evidence.OFFLOAD}
+
+
+def test_what_a_run_is_told_holds_nine_of_ten_of_all_runs(rows, unseen):
+    held = []
+    for row in [*rows, *unseen]:
+        if row.is_evidence:
+            within = find_time_range(row.setting)
+            held.append(within.low <= math.exp(row.slowness(Rates.read())) <= within.high)
+    assert len(held) > 180
+    assert statistics.mean(held) >= 0.9
+
+
+def test_bf16_without_a_mesh_is_known_within_a_fifth_or_a_quarter():
+    found = json.loads(RANGES_FILE.read_text())
+    assert (found["large"]["low"], found["large"]["high"]) == pytest.approx((1, 1), abs=0.22)
+    assert (found["medium"]["low"], found["medium"]["high"]) == pytest.approx((1, 1), abs=0.25)
 
 
 def test_a_program_counts_the_same_however_many_points_it_has():
@@ -149,10 +150,42 @@ def test_a_program_counts_the_same_however_many_points_it_has():
     assert once == pytest.approx((0.4 / 3 - 0.515, 0.4 / 3 + 0.515), abs=2e-3)  # 2.92 x 0.1528 x sqrt(4 / 3)
 
 
+def test_points_that_differ_within_programs_alone_are_as_wide_as_they_are():
+    low, high = plan_ranges.spread([[-0.1, 0.1]] * 8)
+    assert (low + high) / 2 == pytest.approx(0)
+    assert high == pytest.approx(
+        1.89 * math.sqrt(0.02 + 0.02 / 16)
+    )  # 0.16 over 16 points less 8 means; and of the mean, a 16th
+
+
+@pytest.mark.parametrize("n", [2, 13, 20])
+def test_any_number_of_programs_gives_a_range(n):
+    low, high = plan_ranges.spread([[0.1 * i, 0.1 * i + 0.05] for i in range(n)])
+    assert low < 0.1 * (n - 1) / 2 < high
+
+
 def test_rates_of_a_gpu_count_only_where_some_were_published(rows, unseen):
     found = {row.setting.gpu.name for row in [*rows, *unseen] if row.is_evidence}
     assert found >= MEASURED_GPUS
-    others = [row for row in unseen if row.is_evidence and row.setting.gpu.name not in MEASURED_GPUS]
-    assert {row.setting.gpu.name for row in others} == {"b200-180", "mi300x-192", "a6000-48"}
-    assert max(row.slowness(Rates.read()) for row in others) > math.log(2)  # no range of the others would hold that
-    assert not any(find_time_range(row.setting) for row in others)
+    others = {row.setting.gpu.name for row in unseen if row.is_evidence} - MEASURED_GPUS
+    assert others == {"b200-180", "gb200-186", "mi300x-192", "mi325x-256", "a6000-48"}
+    assert read_gpus().keys() - MEASURED_GPUS <= {*others, "l40s-48"}
+
+
+def test_long_sequences_need_the_kernel_to_be_named(unseen):
+    """The runs that gave its rate are within 5 %, and far off with the rate of FlashAttention 2."""
+    long = [row for row in unseen if row.train and row.setting.gpu.name == "h200-141"]
+    assert [row.setting.seq_len for row in long] == [65_536, 196_608, 262_144]
+    for row in long:
+        assert abs(row.error(Rates.read())) < 0.05
+        slower = dataclasses.replace(row, setting=dataclasses.replace(row.setting, attention="flash_attention_2"))
+        assert slower.error(Rates.read()) < -0.2
+
+
+def test_a_b200_is_as_much_faster_than_an_h200_as_published(unseen):
+    pair = {
+        row.setting.gpu.name: row for row in unseen if row.program == "DeepSpeed" and not row.setting.updates_on_host
+    }
+    of = {name: (row.value, row.predicted(Rates.read())) for name, row in pair.items()}
+    published, predicted = (of["b200-180"][i] / of["h200-141"][i] for i in (0, 1))
+    assert predicted == pytest.approx(published, rel=0.05)
