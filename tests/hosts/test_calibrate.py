@@ -22,7 +22,7 @@ def test_a_calibrated_plan_is_kept_and_used(work, cli, demo):
     assert bare.stderr.endswith(
         "no data sheet tells how fast a CPU trains; measure it on the hosts: plan HOSTS --calibrate\n"
     )
-    found = cli(work, "plan", "hosts", *SMALL, "--calibrate", timeout=200)
+    found = cli(work, "plan", "hosts", *SMALL, "--calibrate", "--verbose", timeout=200)
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
     assert "on 2 x 1 cpu; fp32, offload none, micro-batch 4 of 64 tokens, 512 tokens a step" in lines[0]
@@ -39,6 +39,9 @@ def test_a_calibrated_plan_is_kept_and_used(work, cli, demo):
     assert kept["few"]["forward_s"] > 0
     assert kept["more"]["peak_bytes"] > 100 << 20
     assert all(rate > 0 for rate in kept["alone"].values())
+    brief = cli(work, "plan", "hosts", *SMALL).stdout.splitlines()
+    assert re.match(r"fits: .* parameters on 2 x 1 cpu \(2 ranks\); [\d,.]+ GiB of each rank to spare", brief[0])
+    assert brief[-1].endswith("step and memory, with 1 and 2 layers")
     again = json.loads(cli(work, "plan", "hosts", *SMALL, "--json").stdout)
     assert again["calibrated"] is True
     assert all(again["time"][name] > 0 for name in ("forward_s", "step_s"))

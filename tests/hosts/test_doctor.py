@@ -38,7 +38,7 @@ def test_plan_asks_the_hosts_what_they_are_and_launch_refuses_what_cannot_fit(ho
         done = operator("plan", "hosts", "--preset", "llama3.1-8b")
         assert done.returncode == 0, done.stdout + done.stderr
         first, *others = done.stdout.splitlines()
-        assert re.match(r"8\.0 B parameters on 4 x \d h100-80, 3,200 Gbit/s a host; ", first)
+        assert re.match(r"fits: 8\.0 B parameters on 4 x \d h100-80 \(\d+ GPUs\); ", first)
         assert others[-1] == "assumed      3,200 Gbit/s a host (no active RDMA link was found)"
         large = [
             "--checkpoint.every",

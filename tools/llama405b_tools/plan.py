@@ -4,15 +4,18 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from llama405b.contract.errors import STAGING_SHARE, fmt_if
+from llama405b.contract.errors import STAGING_SHARE, fmt_if, pluralize
 from llama405b.contract.software import DOCS
-from llama405b.predict.calibration import MIN_PROGRAMS, Calibration, Evidence, TimeRange
+from llama405b.predict.calibration import MIN_PROGRAMS, STEPS_RANGE, Calibration, Evidence, TimeRange
 from llama405b.predict.estimate import Machines
 from llama405b.predict.hardware import GIB
+from llama405b.predict.offers import MAX_HOSTS, WORTHWHILE_SPEEDUP, Offer, Timing, sensitivities, worthwhile_hosts
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.search import (
     MEMORY_SPREAD,
+    MIN_GAIN,
     NEAR_SHARE,
+    RESERVED_BOUND,
     Fit,
     Prediction,
     is_near_fastest,
@@ -26,6 +29,8 @@ from llama405b.settings.axes import idle_rank_note
 from llama405b.settings.schema import BF16_NUMERICS, Config, Training
 from llama405b.spec.adapters import adapter_label
 
+MAX_SUMMARY_LINES, WIDTH = 12, 100  # of the first screen, and its columns
+BAR_WIDTH = 24
 FIT_LABELS = {
     Fit.YES: "fits",
     Fit.RETRIES: "RUNS SLOWER, WITH ALLOCATOR RETRIES",
@@ -59,22 +64,144 @@ class ReportOptions:
     """What to report besides the prediction; 0: not requested."""
 
     tokens: float = 0.0  # to train on
-    price: float = 0.0  # of a GPU for an hour
+    prices: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # of a GPU for an hour, by kind; "": of any other
     measured: float = 0.0  # seconds that a step is said to take
+
+    def price_of(self, gpu: str) -> float:
+        """Return the price of such a GPU for an hour; 0: it was not given."""
+        return self.prices.get(gpu, self.prices.get("", 0.0))
+
+
+def fit_label(prediction: Prediction) -> str:
+    """Return whether a run fits, in words."""
+    is_known = prediction.cluster.gpu.is_cpu or prediction.needs.reserved_by_pool
+    if prediction.fit is Fit.RETRIES and not is_known:
+        return "MAY RUN SLOWER, WITH ALLOCATOR RETRIES"
+    return FIT_LABELS[prediction.fit]
+
+
+def format_summary(
+    prediction: Prediction, options: ReportOptions, notes: Sequence[str], *, is_fewest: bool = False
+) -> list[str]:
+    """Format what decides, on one screen; ``notes``: the assumptions; ``is_fewest``: whether it is of the fewest hosts that fit."""
+    needs, run, gpu = prediction.needs, prediction.run, prediction.cluster.gpu
+    ranks = pluralize(run.world, "rank" if gpu.is_cpu else "GPU") + ", the fewest" * (
+        is_fewest and prediction.fit is Fit.YES
+    )
+    machines = f"{run.hosts} x {run.ranks_per_host} {gpu.name} ({ranks})"
+    settings = [
+        str(run.numerics), f"offload {run.offload}", f"checkpointing {run.recompute}",
+        adapter_label(run.adapter) * run.adapter.is_enabled, split_label(run), f"micro-batch {run.micro_batch}",
+        f"batch {run.global_batch:,} x {run.seq_len:,} tokens",
+    ]  # fmt: skip
+    lines = [
+        f"{fit_label(prediction).partition(',')[0]}: {_format_size(run)} on {machines}; {_format_margin(prediction)}",
+        *_wrap("settings", [*filter(None, settings)]),
+        *_summary_time_lines(prediction, options),
+        _bar_line(
+            "rank memory" if gpu.is_cpu else "GPU memory",
+            _used_bytes(prediction),
+            gpu.memory_bytes,
+            "with what PyTorch keeps",
+        ),
+    ]
+    if prediction.host_bytes:
+        lines.append(_bar_line("host memory", prediction.host_bytes, prediction.ram_bytes, "of each host"))
+    checkpoints = f"{needs.checkpoints_bytes / GIB:,.0f} GiB for {run.keep + 1} checkpoints"
+    lines.append(
+        f"disk         {checkpoints} and {needs.weights_bytes / GIB:,.0f} of weights, shared or over all hosts"
+    )
+    tries, depends, rest = _remedy_lines(prediction), _sensitivity_lines(prediction), [*_waste_lines(run), *notes]
+    if prediction.calibration:
+        rest += _calibration_lines(run, prediction.calibration)[:1]
+    room = MAX_SUMMARY_LINES - len(lines) - len(rest)
+    return [*lines, *tries[: max(1, room)], *depends[: max(0, room - len(tries))], *rest]
+
+
+def _format_size(run: PredictedRun) -> str:
+    n = run.llama.parameters
+    return f"{n / 1e9:,.1f} B parameters" if n >= 1e9 else f"{n / 1e6:,.1f} M parameters"
+
+
+def _waste_lines(run: PredictedRun) -> list[str]:
+    """Return the line on ranks that have nothing to do."""
+    batch = Training(global_batch_size=run.global_batch, micro_batch_size=run.micro_batch)
+    note = idle_rank_note(batch, run.dp)
+    return _wrap("waste", note.split("; "), "; ") if note else []
+
+
+def _used_bytes(prediction: Prediction) -> float:
+    """Return what PyTorch reserves of a GPU, or surely no more than."""
+    needs = prediction.needs
+    return needs.gpu_reserved_bytes or needs.gpu_bytes * (1 if prediction.cluster.gpu.is_cpu else RESERVED_BOUND)
+
+
+def _format_margin(prediction: Prediction) -> str:
+    """Format what is to spare of the scarcest memory, or what is missing."""
+    needs, gpu, used = prediction.needs, prediction.cluster.gpu, _used_bytes(prediction)
+    device = "rank" if gpu.is_cpu else "GPU"
+    if prediction.gpu_fit is Fit.NO:
+        return f"each {device} lacks {(needs.gpu_bytes - gpu.memory_bytes) / GIB:,.1f} GiB"
+    if prediction.ram_fit is not Fit.YES:
+        lacking = (prediction.host_bytes * (1 + MEMORY_SPREAD) - prediction.ram_bytes) / GIB
+        return f"each host {'lacks' if prediction.ram_fit is Fit.NO else 'may lack'} {lacking:,.0f} GiB of memory"
+    if prediction.gpu_fit is Fit.RETRIES:
+        reserves = "reserves" if needs.gpu_reserved_bytes else "may reserve"
+        return f"PyTorch {reserves} {(used - gpu.memory_bytes) / GIB:,.1f} GiB too much"
+    return f"{(gpu.memory_bytes - used) / GIB:,.1f} GiB of each {device} to spare"
+
+
+def _wrap(label: str, parts: Sequence[str], separator: str = ", ") -> list[str]:
+    """Join parts after a label, in lines of ``WIDTH`` columns at most where the parts allow it."""
+    lines = [""]
+    for i, part in enumerate(parts):
+        word = part + separator * (i < len(parts) - 1)
+        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > WIDTH - 13:
+            lines.append("")
+        lines[-1] += word
+    return [f"{label if i == 0 else '':12} {line.rstrip()}" for i, line in enumerate(lines)]
+
+
+def _bar_line(name: str, used_bytes: float, limit_bytes: float, words: str) -> str:
+    """Format a use of memory as a bar."""
+    filled = min(BAR_WIDTH, round(BAR_WIDTH * used_bytes / limit_bytes))
+    bar = "#" * filled + "." * (BAR_WIDTH - filled)
+    digits = 1 if limit_bytes < 1000 * GIB else 0
+    return f"{name:12} [{bar}] {used_bytes / GIB:,.{digits}f} of {limit_bytes / GIB:,.{digits}f} GiB {words}"
+
+
+def _summary_time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
+    """Return the lines on a step, and on all tokens or a day."""
+    lines = _claim_lines(prediction, options)
+    if not (prediction.needs.step_s and prediction.tokens_per_s):
+        return [*lines, _format_unknown_time(prediction)]
+    step = f"{format_range(prediction.needs.step_s, prediction.time_range)} s"
+    mfu = f", MFU {100 * prediction.mfu:.0f}%" if prediction.mfu else ""
+    per_gpu = prediction.tokens_per_s / prediction.run.world
+    lines.append(f"step         {step}; {prediction.tokens_per_s:,.0f} tokens/s, {per_gpu:,.0f} per GPU{mfu}")
+    return [*lines, *_total_lines(prediction, options)]
+
+
+def _sensitivity_lines(prediction: Prediction) -> list[str]:
+    """Return the line on what the time depends on most."""
+    if prediction.calibration or prediction.cluster.gpu.is_cpu:
+        return []
+    moved = [f"{name} {100 * share:+.0f}%" for name, share in sensitivities(prediction) if share >= MIN_GAIN]
+    likely = f"--calibrate: within {100 * (1 - STEPS_RANGE.low):.0f}%"
+    return [f"depends on   time at half the speed of {', '.join(moved[:2])}; {likely}"] if moved else []
 
 
 def format_prediction(prediction: Prediction, options: ReportOptions) -> list[str]:
-    """Format a prediction as lines."""
+    """Format all of a prediction as lines."""
     lines = [_format_run(prediction), *_memory_lines(prediction)]
     if prediction.host_bytes:
         limit = f"of {prediction.ram_bytes / GIB:,.0f} GiB: {FIT_LABELS[prediction.ram_fit]}"
         needed = format_spread(prediction.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
         lines.append(f"host memory  {needed} {limit}, per host: {_format_parts(prediction.host_bytes_by_kind)}")
     lines += [*_time_lines(prediction, options), *_storage_lines(prediction)]
-    run = prediction.run
-    batch = Training(global_batch_size=run.global_batch, micro_batch_size=run.micro_batch)
-    if idle_note := idle_rank_note(batch, run.dp):
-        lines.append(f"waste        {idle_note}")
+    lines += _waste_lines(prediction.run)
     if prediction.calibration:
         lines += _calibration_lines(prediction.run, prediction.calibration)
     return [*lines, *_remedy_lines(prediction)]
@@ -83,12 +210,10 @@ def format_prediction(prediction: Prediction, options: ReportOptions) -> list[st
 def _format_run(prediction: Prediction) -> str:
     run = prediction.run
     cluster = prediction.cluster
-    n = prediction.run.llama.parameters
-    size = f"{n / 1e9:,.1f} B" if n >= 1e9 else f"{n / 1e6:,.1f} M"
     adapter = f", frozen, with {adapter_label(run.adapter)}," if run.adapter.is_enabled else ""
     network = f", {cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host" if not cluster.gpu.is_cpu else ""
     return (
-        f"{size} parameters{adapter} on {run.hosts} x {run.ranks_per_host} {cluster.gpu.name}{network}"
+        f"{_format_size(run)}{adapter} on {run.hosts} x {run.ranks_per_host} {cluster.gpu.name}{network}"
         f"{fmt_if(', as {}', split_label(run))}; "
         f"{run.numerics}, offload {run.offload}, micro-batch {run.micro_batch} of {run.seq_len:,} tokens, "
         f"{prediction.step_tokens:,} tokens a step"
@@ -98,10 +223,11 @@ def _format_run(prediction: Prediction) -> str:
 def _memory_lines(prediction: Prediction) -> list[str]:
     needs, gpu = prediction.needs, prediction.cluster.gpu
     name, runtime = ("rank memory", "PyTorch") if gpu.is_cpu else ("GPU memory", "CUDA and NCCL")
-    limit = f"of {gpu.memory_bytes / GIB:,.1f} GiB: {FIT_LABELS[prediction.gpu_fit]}"
+    is_slower = prediction.gpu_fit is Fit.RETRIES is prediction.fit
+    verdict = fit_label(prediction) if is_slower else FIT_LABELS[prediction.gpu_fit]
+    limit = f"of {gpu.memory_bytes / GIB:,.1f} GiB: {verdict}"
     if prediction.gpu_fit is Fit.YES:
-        used_bytes = needs.gpu_reserved_bytes or needs.gpu_bytes * (1 + prediction.memory_spread)
-        limit += f", {(gpu.memory_bytes - used_bytes) / GIB:,.1f} to spare"
+        limit += f", {(gpu.memory_bytes - _used_bytes(prediction)) / GIB:,.1f} to spare"
     largest = f"; largest micro-batch that fits and divides the batch: {largest_micro_batch(prediction)}"
     lines = [
         f"{name:12} {_format_gpu_memory(prediction)} {limit}{largest}",
@@ -193,12 +319,14 @@ def _remedy_lines(prediction: Prediction) -> list[str]:
     lines = []
     for label, other in remedies(prediction)[:MAX_REMEDIES]:
         gain = (
-            f"{round(100 * other.speedup_over(prediction)):+d}% tokens/s per GPU, "
+            f"{round(100 * other.speedup_over(prediction)):+d}%, "
             if other.tokens_per_s and prediction.tokens_per_s
             else ""
         )
-        ram = f" and {other.needs.host_bytes / GIB:,.0f} of each host" if other.needs.host_bytes else ""
-        lines.append(f"{label}: {gain}{format_short_memory(other)} GiB of each GPU{ram}, {FIT_LABELS[other.fit]}")
+        is_same_ram = other.needs.host_bytes == prediction.needs.host_bytes
+        ram = f", {other.needs.host_bytes / GIB:,.0f} a host" if other.needs.host_bytes and not is_same_ram else ""
+        verdict = f", {fit_label(other).partition(',')[0]}" if other.fit is not Fit.YES else ""
+        lines.append(f"{label}: {gain}{format_short_memory(other)} GiB a GPU{ram}{verdict}")
     return [f"{'try' if i == 0 else '':12} {line}" for i, line in enumerate(lines)]
 
 
@@ -234,23 +362,32 @@ def format_expectation(prediction: Prediction) -> str:
     if prediction.evidence is Evidence.OTHER_GPU:
         basis = UNMEASURED
     memory_gib = prediction.cluster.gpu.memory_bytes / GIB
-    slower = "; slower, with allocator retries" if prediction.gpu_fit is Fit.RETRIES else ""
+    is_known = "" if needs.reserved_by_pool else "perhaps "
+    slower = f"; {is_known}slower, with allocator retries" if prediction.gpu_fit is Fit.RETRIES else ""
     return (
         f"expected: {step}{_format_gpu_memory(prediction)} of {memory_gib:,.1f} GiB of each {device}{slower}; {basis}"
     )
 
 
+def _claim_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
+    """Return the line on a step time that somebody claims."""
+    claimed_s, step_s = options.measured, prediction.needs.step_s
+    if claimed_s and claimed_s < prediction.floor_s:
+        floor = f"the model's FLOPs take {prediction.floor_s:.1f} s at the GPUs' peak"
+        return [f"IMPOSSIBLE   a step of {claimed_s:g} s: {floor}; check sequence, batch and GPUs"]
+    if not (claimed_s and step_s):
+        return []
+    return [f"compared     {_compare_measured(claimed_s, step_s, prediction.time_range)}"]
+
+
+def _format_unknown_time(prediction: Prediction) -> str:
+    return f"time         unknown: no measured times with {prediction.run.numerics}"
+
+
 def _time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
-    time, lines = prediction.needs.time, list[str]()
-    if options.measured and options.measured < prediction.floor_s:
-        lines.append(
-            f"IMPOSSIBLE   a step of {options.measured:g} s: the model's FLOPs alone take {prediction.floor_s:.1f} s at the GPUs' peak; "
-            "check the sequence, the batch and the number of GPUs"
-        )
+    time, lines = prediction.needs.time, _claim_lines(prediction, options)
     if not (time and prediction.tokens_per_s):
-        return [*lines, f"time         unknown: no measured times with {prediction.run.numerics}"]
-    if options.measured and options.measured >= prediction.floor_s:
-        lines.append(f"compared     {_compare_measured(options.measured, time.step_s, prediction.time_range)}")
+        return [*lines, _format_unknown_time(prediction)]
     rate = prediction.tokens_per_s
     utilization = (
         f", MFU {100 * prediction.mfu:.0f}%, HFU {100 * prediction.hfu:.0f}%"
@@ -264,13 +401,19 @@ def _time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
         f"rate         {rate:,.0f} tokens/s, {rate / prediction.run.world:,.0f} per GPU{utilization}",
         *_goodput_lines(prediction, options),
     ]
+    return [*lines, *_total_lines(prediction, options)]
+
+
+def _total_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
+    """Return the line on time and cost of all tokens, or on the cost of a day and a step."""
     if options.tokens:
-        lines.append(f"{options.tokens:,.0f} tokens: {_format_total(prediction, options)}")
-    elif options.price:
-        hourly = options.price * prediction.run.world
-        step = format_range(hourly * time.step_s / 3600, prediction.time_range)
-        lines.append(f"cost         {hourly * 24:,.0f} a day, {step} a step, at {options.price:g} a GPU-hour")
-    return lines
+        return [f"{options.tokens:,.0f} tokens: {_format_total(prediction, options)}"]
+    price = options.price_of(prediction.cluster.gpu.name)
+    if not price:
+        return []
+    hourly = price * prediction.run.world
+    step = format_range(hourly * (prediction.needs.step_s or 0.0) / 3600, prediction.time_range)
+    return [f"cost         {hourly * 24:,.0f} a day, {step} a step, at {price:g} a GPU-hour"]
 
 
 def _compare_measured(measured_s: float, predicted_s: float, time_range: TimeRange) -> str:
@@ -298,13 +441,9 @@ def _format_total(prediction: Prediction, options: ReportOptions) -> str:
     hours, time_range = prediction.hours(options.tokens), prediction.time_range
     if not hours:
         return "never: failures undo steps as fast as they are made"
-    gpu_hours = hours * prediction.run.world
-    cost = (
-        f", {format_range(options.price * gpu_hours, time_range)} at {options.price:g} a GPU-hour"
-        if options.price
-        else ""
-    )
-    return f"{_format_duration(3600 * hours, time_range)}, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
+    gpu_hours, price = hours * prediction.run.world, options.price_of(prediction.cluster.gpu.name)
+    cost = f", {format_range(price * gpu_hours, time_range)} at {price:g}" if price else ""
+    return f"{_format_duration(3600 * hours, time_range)}, {gpu_hours:,.0f} GPU-hours{cost}"
 
 
 def _format_split(time: StepTime) -> str:
@@ -387,7 +526,7 @@ def prediction_record(prediction: Prediction, machines: Machines, options: Repor
     """Return a prediction and its inputs as a record for JSON."""
     needs, run, time_range = prediction.needs, prediction.run, prediction.time_range
     hours, goodput = prediction.hours(options.tokens) or None, prediction.goodput(options.tokens)
-    gpu_hours = hours * run.world if hours else None
+    gpu_hours, price = hours * run.world if hours else None, options.price_of(prediction.cluster.gpu.name)
     return {
         "inputs": _record_inputs(prediction, machines, options),
         "fits": prediction.fit.name.lower(), "gpu_bytes": needs.gpu_bytes, "host_bytes": prediction.host_bytes,
@@ -400,8 +539,8 @@ def prediction_record(prediction: Prediction, machines: Machines, options: Repor
         "time": dataclasses.asdict(needs.time) | {"step_s": needs.step_s} if needs.time else None,
         "floor_s": prediction.floor_s, "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu, "hfu": prediction.hfu,
         "goodput": dataclasses.asdict(goodput) if goodput else None,
-        "hours": hours, "gpu_hours": gpu_hours, "cost": gpu_hours * options.price if gpu_hours and options.price else None,
-        "cost_per_day": 24 * run.world * options.price if options.price else None, "checkpoint_bytes": run.checkpoint_bytes,
+        "hours": hours, "gpu_hours": gpu_hours, "cost": gpu_hours * price if gpu_hours and price else None,
+        "cost_per_day": 24 * run.world * price if price else None, "checkpoint_bytes": run.checkpoint_bytes,
         "settings": {"offload": run.offload, "moments": run.moments, "fsdp_unit": run.fsdp_unit, "fsdp_embedding": run.fsdp_embedding,
                      "micro_batch_size": run.micro_batch,
                      "strategy": run.apply_to(Config()).parallel.strategy, "loss": run.loss,
@@ -421,7 +560,8 @@ def _record_inputs(prediction: Prediction, machines: Machines, options: ReportOp
         "adapter": adapter_label(run.adapter),
         "seq_len": run.seq_len, "global_batch_size": prediction.run.global_batch, "attention": run.attention, "packing": run.packing,
         "keep": run.keep, "every": run.every, "mtbf_s": run.mtbf_s, "staging_bytes": run.staging_bytes,
-        "tokens": options.tokens or None, "price": options.price or None, "measured_s": options.measured or None,
+        "tokens": options.tokens or None, "price": options.price_of(prediction.cluster.gpu.name) or None,
+        "measured_s": options.measured or None,
     }  # fmt: skip
 
 
@@ -443,7 +583,7 @@ def ranking_lines(predictions: Sequence[Prediction]) -> list[str]:
         )
         lines.append(
             f"  {candidate.run.offload:9}  {moments:7}  {candidate.run.fsdp_unit:8}  {candidate.run.micro_batch:11}  "
-            f"{format_short_memory(candidate):>9}  {candidate.host_bytes / GIB:7,.0f} {time}  {FIT_LABELS[candidate.fit]}"
+            f"{format_short_memory(candidate):>9}  {candidate.host_bytes / GIB:7,.0f} {time}  {fit_label(candidate)}"
             + fmt_if(", with {}", untested_features(candidate.run))
         )
     ties = _tie_lines(tested[:MAX_SHOWN]) if predictions[0] in tested and predictions[0].fit is not Fit.NO else []
@@ -485,7 +625,7 @@ def comparison_lines(predictions: Mapping[str, Prediction], options: ReportOptio
     tokens = options.tokens or 1e9
     titles = ("what if", "batch", "GPU GiB", "RAM GiB", "step s", "tokens/s", "", "days", "GPU-hours", "cost")
     base_rate = next((prediction.tokens_per_s for prediction in predictions.values() if prediction.tokens_per_s), None)
-    rows = [titles[: 9 + bool(options.price)]]
+    rows = [titles[: 9 + bool(options.prices)]]
     for name, prediction in predictions.items():
         ram = format_spread(prediction.host_bytes / GIB, MEMORY_SPREAD) if prediction.host_bytes else "-"
         rows.append(
@@ -495,13 +635,13 @@ def comparison_lines(predictions: Mapping[str, Prediction], options: ReportOptio
                 format_short_memory(prediction),
                 ram,
                 *_speed_cells(prediction, base_rate),
-                *_cost_cells(prediction, tokens, options.price),
+                *_cost_cells(prediction, tokens, options),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = ["  " + "  ".join(map(str.ljust, row, widths)) for row in rows]
-    verdicts = ["", *(FIT_LABELS[prediction.fit] for prediction in predictions.values())]
-    lines = [f"{line}  {verdict}".rstrip() for line, verdict in zip(cells, verdicts, strict=True)]
+    cells = [f"  {line}" for line in _format_table(rows)]
+    width = max(map(len, cells))
+    verdicts = ["", *map(fit_label, predictions.values())]
+    lines = [f"{line:{width}}  {verdict}".rstrip() for line, verdict in zip(cells, verdicts, strict=True)]
     planned = next(iter(predictions.values()))
     batches = filter(
         None, (_describe_batch_change(name, prediction, planned) for name, prediction in predictions.items())
@@ -511,7 +651,7 @@ def comparison_lines(predictions: Mapping[str, Prediction], options: ReportOptio
         for name, prediction in predictions.items()
         if prediction.evidence is Evidence.OTHER_GPU
     ]
-    totals = "days, GPU-hours and cost" if options.price else "days and GPU-hours"
+    totals = "days, GPU-hours and cost" if options.prices else "days and GPU-hours"
     return ["", *lines, *batches, *unmeasured, f"  {totals} are for {tokens:,.0f} tokens, with saves and failures"]
 
 
@@ -532,11 +672,87 @@ def _speed_cells(prediction: Prediction, base_rate: float | None) -> tuple[str, 
     return format_range(prediction.needs.step_s, prediction.time_range), f"{prediction.tokens_per_s:,.0f}", change
 
 
-def _cost_cells(prediction: Prediction, tokens: float, price: float) -> tuple[str, ...]:
-    """Return the cells of days, GPU-hours, and cost if there is a price."""
-    hours, time_range = prediction.hours(tokens), prediction.time_range
-    if not hours:
-        return ("-",) * (2 + bool(price))
-    gpu_hours = hours * prediction.run.world
-    cells = (format_range(hours / 24, time_range), f"{gpu_hours:,.0f}")
-    return (*cells, format_range(price * gpu_hours, time_range)) if price else cells
+def _cost_cells(prediction: Prediction, tokens: float, options: ReportOptions) -> tuple[str, ...]:
+    """Return the cells of days, GPU-hours, and cost if there are prices."""
+    hours, time_range, price = (
+        prediction.hours(tokens),
+        prediction.time_range,
+        options.price_of(prediction.cluster.gpu.name),
+    )
+    gpu_hours = hours * prediction.run.world if hours else 0.0
+    days = format_range(hours / 24, time_range) if hours else "-"
+    cost = format_range(price * gpu_hours, time_range) if price and hours else "-"
+    return (days, f"{gpu_hours:,.0f}" if hours else "-", *([cost] if options.prices else []))
+
+
+MAX_OFFERS = 3  # of a kind of GPU
+TIMINGS = {Timing.IN_TIME: "in time", Timing.LIKELY: "likely", Timing.LATE: "late"}
+
+
+def offer_lines(offers: Mapping[str, Sequence[Offer]], *, has_deadline: bool) -> list[str]:
+    """Format kinds of GPUs on numbers of hosts as a table, the cheapest that is in time first, and from where on each fits and pays."""
+    shown = [
+        offer for of_kind in offers.values() for offer in sorted(of_kind, key=lambda offer: offer.rank)[:MAX_OFFERS]
+    ]
+    expense = "cost" if any(offer.price for offer in shown) else "GPU-hours"
+    rows: list[tuple[str, ...]] = [
+        ("GPUs", "", "deadline" * has_deadline, "time", expense, "batch", "free", "settings")
+    ]
+    rows += [
+        (offer.label, _format_hosts(offer), TIMINGS[offer.timing] * has_deadline, *_offer_cells(offer))
+        for offer in sorted(shown, key=lambda offer: offer.rank)
+    ]
+    lines = _format_table(rows)
+    for kind, of_kind in offers.items():
+        first, limit = of_kind[0].prediction, worthwhile_hosts(of_kind)
+        if first.fit is not Fit.YES:
+            lines.append(
+                f"{kind:9}  {fit_label(first)} on {pluralize(first.run.hosts, 'host')}: {_format_margin(first)}"
+            )
+            continue
+        slower = f"; from {limit} on, twice as many are less than {WORTHWHILE_SPEEDUP:g} times as fast" if limit else ""
+        lines.append(f"{kind:9}  fits from {pluralize(first.run.hosts, 'host')} on{slower}")
+    return lines
+
+
+def _format_hosts(offer: Offer) -> str:
+    return f"{offer.prediction.run.hosts} x {offer.prediction.run.ranks_per_host}"
+
+
+def _offer_cells(offer: Offer) -> tuple[str, ...]:
+    """Return the cells of time, cost, batch, free memory and settings."""
+    prediction = offer.prediction
+    run, time_range, expense = prediction.run, prediction.time_range, offer.cost or offer.gpu_hours
+    time = _format_duration(3600 * offer.hours, time_range) if offer.hours else "-"
+    fits = (
+        f"{100 * prediction.spare_share:.0f}%" if prediction.fit is Fit.YES else fit_label(prediction).partition(",")[0]
+    )
+    cost = format_range(expense, None) if expense else "-"  # as likely as its time
+    return time, cost, f"{run.global_batch:,}", fits, _format_settings(run)
+
+
+def _format_settings(run: PredictedRun) -> str:
+    """Format the settings that were chosen for a run."""
+    parts = [split_label(run), f"offload {run.offload}" if run.offload != "none" else "no offload"]
+    parts += [
+        f"{run.recompute}" if str(run.recompute) != "full" else "",
+        f"micro {run.micro_batch}" if run.micro_batch > 1 else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format cells as lines whose columns are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def method_lines(rows: Mapping[str, tuple[int, Offer, str]]) -> list[str]:
+    """Format methods of training beside each other: the fewest hosts that fit, and time and cost on the same hosts."""
+    offers = [offer for _, offer, _ in rows.values()]
+    expense = "cost" if any(offer.price for offer in offers) else "GPU-hours"
+    table = [("method", "fits from", f"on {_format_hosts(offers[0])}", expense, "free", "what is lost")]
+    for name, (fewest, offer, lost) in rows.items():
+        time, cost, _, fits, _ = _offer_cells(offer)
+        table.append((name, pluralize(fewest, "host") if fewest <= MAX_HOSTS else "-", time, cost, fits, lost))
+    return _format_table(table)

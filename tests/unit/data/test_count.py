@@ -39,7 +39,7 @@ def test_a_plan_counts_the_tokens_of_its_run(planned, capsys, demo):
     assert planned("--evaluation.every", "5", "--evaluation.fraction", "0.5")["tokens"] == pytest.approx(
         tokens / 2, rel=0.01
     )
-    predict.main(["--model.path", str(demo), "--data.paths", "c.jsonl", *SIZES, "--gpus", "1"])
+    predict.main(["--model.path", str(demo), "--data.paths", "c.jsonl", *SIZES, "--gpus", "1", "--verbose"])
     said = capsys.readouterr().out
     assert f"data         {tokens:,} tokens with padding, 3 epochs of c.jsonl, counted\n" in said
     assert f"{tokens:,} tokens: " in said

@@ -70,7 +70,7 @@ def test_the_range_of_several_techniques_contains_that_of_each_and_no_more():
 
 
 def answer(capsys, *words):
-    predict.main(words)
+    predict.main([*words, "--verbose"])
     return capsys.readouterr().out
 
 

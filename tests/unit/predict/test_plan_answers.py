@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT
 from llama405b.contract.errors import EXIT_OK, EXIT_UNFIT, UserError
 from llama405b.predict.hardware import GIB
+from llama405b.settings import command, config
 from llama405b.settings.config import PRESET_DIR
 from llama405b_tools.verbs import predict
 
@@ -16,7 +17,7 @@ LARGE = ["--preset", "llama3.1-405b", "--nodes", "8"]
 
 
 def asked(capsys, *words):
-    code = predict.main(words)
+    code = predict.main([*words, "--verbose"])
     return code, capsys.readouterr().out
 
 
@@ -191,12 +192,24 @@ def test_a_price_without_tokens_is_that_of_a_day_and_a_step(capsys):
     assert record(capsys, *LARGE, "--price", "2.5")["cost_per_day"] == 3840
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_printed(capsys):
     text = (ROOT / "docs/plan.md").read_text()
-    [words] = re.findall(r"^llama405b plan (.* --price .*?) +#", text, re.MULTILINE)
-    [block] = re.findall(r"^```\n(405\.9 B parameters.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert block == asked(capsys, *words.split())[1]
-    assert "goodput" in block
+    blocks = re.findall(r"^```\n\$ llama405b plan (.*?)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    for words, shown in blocks:
+        predict.main(words.split())
+        assert shown == capsys.readouterr().out
+
+
+def test_the_questions_of_the_page_are_commands(capsys):
+    text = (ROOT / "docs/plan.md").read_text().partition("## Questions")[2].partition("\n## ")[0]
+    commands = re.findall(r"^\| .* \| `llama405b plan (.*?)` \|$", text, re.MULTILINE)
+    assert len(commands) == 10
+    for words in commands:
+        settings, rest = config.split_flags(words.split())
+        args = predict.plan_parser("").parse_args(rest)
+        command.parse([*settings, "--preset", args.preset, "--data.paths=stdlib"])
 
 
 def test_json_says_what_it_is_of_and_in_which_units(capsys):

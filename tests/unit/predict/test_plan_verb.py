@@ -17,7 +17,7 @@ LARGE = ["--preset", "llama3.1-405b"]
 
 
 def asked(capsys, *words):
-    code = predict.main(words)
+    code = predict.main([*words, "--verbose"])
     return code, capsys.readouterr().out
 
 
@@ -52,7 +52,7 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
     with pytest.raises(UserError, match=r"--write: .*best\.toml exists; name another file"):
         predict.main([*words, "--write", str(file)])
     none = tmp_path / "none.toml"
-    assert asked(capsys, *LARGE, "--ram", "100GiB", "--search", "--write", str(none))[0] == EXIT_UNFIT
+    assert asked(capsys, *words[:4], "--ram", "100GiB", "--search", "--write", str(none))[0] == EXIT_UNFIT
     assert not none.exists()
     again = record(capsys, "--config", str(file), *words)[1]
     assert [again["settings"]["offload"], str(again["settings"]["micro_batch_size"])] == [table[1][0], table[1][3]]
@@ -172,7 +172,9 @@ def test_what_is_reserved_in_fp32_is_not_known(capsys):
     words = ["--preset", "llama3.1-8b", "--nodes", "1", "--parallel.numerics", "fp32"]
     assert record(capsys, *words)[1]["gpu_reserved_bytes"] is None
     [line] = [line for line in asked(capsys, *words)[1].splitlines() if line.startswith("GPU memory")]
-    assert re.match(r"GPU memory   [\d.]+ \([\d.]+ to [\d.]+\) allocated of 79.1 GiB: fits, 49.4 to spare; ", line)
+    assert re.match(
+        r"GPU memory   [\d.]+ \([\d.]+ to [\d.]+\) allocated of 79.1 GiB: fits, 45.4 to spare; ", line
+    )  # 1.25 x 27.0
 
 
 @pytest.mark.slow
@@ -200,7 +202,7 @@ def test_the_comments_of_presets_are_predictions(capsys, name):
 
 def test_what_is_impossible_is_named(capsys):
     words = [*LARGE, "--nodes", "8", "--measured"]
-    assert "a step of 4.1 s: the model's FLOPs alone take 10.2 s" in asked(capsys, *words, "4.1")[1]
+    assert "a step of 4.1 s: the model's FLOPs take 10.2 s" in asked(capsys, *words, "4.1")[1]
     assert "IMPOSSIBLE" not in asked(capsys, *words, "30")[1]
 
 
@@ -234,8 +236,7 @@ def test_what_helps_most_is_said_first(capsys):
     words = [*LARGE, "--nodes", "8", "--parallel.offload", "none", "--parallel.numerics", "pure-bf16"]
     lines = asked(capsys, *words)[1].splitlines()
     [first] = [line for line in lines if line.startswith("try ")]
-    assert "--parallel.offload all: +0% tokens/s per GPU, 43 / 57 GiB of each GPU and 396 of each host" in first
-    assert first.endswith(", fits")
+    assert first == "try          --parallel.offload all: +0%, 43 / 57 GiB a GPU, 396 a host"
     wrap = ["--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"]
     code, found = record(capsys, *words, *wrap)
     sizes = [round(found[name] / (1 << 30)) for name in ("gpu_bytes", "gpu_reserved_bytes")]
@@ -243,10 +244,10 @@ def test_what_helps_most_is_said_first(capsys):
     small = ["--preset", "llama3.1-70b", "--nodes", "2", "--gpu", "a100-40"]
     [other] = [line for line in asked(capsys, *small)[1].splitlines() if "--parallel.offload all: " in line]
     away, there = (record(capsys, *small, "--parallel.offload", place)[1]["tokens_per_s"] for place in ("all", "none"))
-    assert f"offload all: {round(100 * (away / there - 1)):+d}% tokens" in other
+    assert f"offload all: {round(100 * (away / there - 1)):+d}%, " in other
     large = [*LARGE, "--nodes", "4", "--ram", "4000GiB", "--gpu", "h200-141"]
     [best] = [line for line in asked(capsys, *large)[1].splitlines() if "--training.micro_batch_size 2: " in line]
-    gain = int(re.search(r"--training.micro_batch_size 2: \+(\d+)% tokens", best)[1])
+    gain = int(re.search(r"--training.micro_batch_size 2: \+(\d+)%, ", best)[1])
     one, two = (record(capsys, *large, "--training.micro_batch_size", n)[1]["tokens_per_s"] for n in ("1", "2"))
     assert round(100 * (two / one - 1)) == gain
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from llama405b.contract.errors import EXIT_FAILED
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.hardware import read_gpus
 from llama405b.predict.run_shape import PredictedRun
@@ -52,15 +53,14 @@ def test_what_is_written_is_what_was_found(tmp_path, capsys, machines, asked):
     assert again[0] == code == 0
 
 
-def test_more_sequences_fit_where_one_needs_sums_of_gradients(capsys):
+def test_more_sequences_may_fit_where_one_needs_sums_of_gradients(capsys):
     machines = ("--preset", "llama3.1-405b", "--nodes", "8", "--gpu", "a100-40", "--ram", "900GiB")
     by_hand = planned(capsys, *machines, "--parallel.tp", "2", "--training.micro_batch_size", "2")
     by_auto = planned(capsys, *machines, *AUTO)
-    assert (by_hand[0], by_auto[0]) == (0, 0)
-    assert by_auto[1]["time"]["step_s"] <= by_hand[1]["time"]["step_s"]
+    assert (by_hand[0], by_auto[0]) == (EXIT_FAILED, 0)  # what PyTorch reserves is not known with tp
     searched = planned(capsys, *machines, "--search")[1]["search"]
     fitting = [row["time"]["step_s"] for row in searched if row["fits"] == "yes"]
-    assert min(fitting) <= by_hand[1]["time"]["step_s"]
+    assert min(fitting) <= by_auto[1]["time"]["step_s"]
 
 
 @pytest.mark.parametrize(

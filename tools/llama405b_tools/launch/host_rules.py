@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from llama405b.contract.errors import and_more, pluralize
 from llama405b.predict.hardware import GIB, match_gpu, read_gpus
-from llama405b.predict.search import MEMORY_SPREAD, Fit
+from llama405b.predict.search import MEMORY_SPREAD, RESERVED_BOUND, Fit
 from llama405b.settings.schema import Config
 from llama405b_tools import parsers
 from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
@@ -254,9 +254,11 @@ def _check_gpu_memory(gpu: parsers.GpuReport, needs: Requirements) -> Findings:
         )
         yield Finding(BAD, problem, "`llama405b plan` shows what fits")
     elif room and fit is Fit.RETRIES:
-        takes = f"reserves about {(needs.gpu_reserved_bytes or needs.gpu_peak_bytes) / GIB:.0f}"
+        reserved_bytes = needs.gpu_reserved_bytes or needs.gpu_peak_bytes * RESERVED_BOUND
+        takes = f"{'reserves about' if needs.gpu_reserved_bytes else 'may reserve'} {reserved_bytes / GIB:.0f}"
         problem = f"{label}: {room / GIB:.0f} GiB, but PyTorch {takes}"
-        yield Finding(WARN, problem, "it runs slower, with allocator retries; `llama405b plan` shows what helps")
+        runs = f"it {'runs' if needs.gpu_reserved_bytes else 'may run'} slower"
+        yield Finding(WARN, problem, f"{runs}, with allocator retries; `llama405b plan` shows what helps")
 
 
 def _check_fabric(facts: HostFacts) -> Findings:

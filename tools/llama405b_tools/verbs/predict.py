@@ -1,8 +1,9 @@
 """Predict whether a run fits, how long its steps take and what they cost, from shapes and data sheets.
 
-With HOSTS, queries their hardware as doctor does. Without, needs no host: describe the machines by options. See docs/plan-accuracy.md
-for the accuracy. Exit code: 0 if the run fits, 1 if it fits but runs slower because GPU memory is too small for what PyTorch reserves, 3
-if it does not fit.
+With HOSTS, queries their hardware as doctor does. Without, needs no host: describe the machines by options. --deadline and prices of
+several kinds of GPU compare what could be rented. See docs/plan-accuracy.md for the accuracy. Exit code: 0 if the run fits, 1 if it fits
+but runs slower because GPU memory is too small for what PyTorch reserves, 3 if it does not fit; comparing, 3 also if nothing is likely in
+time.
 """
 
 import argparse
@@ -22,7 +23,16 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, EXIT_UNFIT, RunError, UserError, fmt_if, reason_of
+from llama405b.contract.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_UNFIT,
+    RunError,
+    UserError,
+    fmt_if,
+    parse_seconds,
+    reason_of,
+)
 from llama405b.contract.files import write_atomic
 from llama405b.predict.calibration import Calibration
 from llama405b.predict.estimate import (
@@ -34,6 +44,7 @@ from llama405b.predict.estimate import (
     describe_assumptions,
 )
 from llama405b.predict.hardware import DEFAULT_GPU, Gpu, find_gpu, read_gpus
+from llama405b.predict.offers import MAX_HOSTS, Offer, best_settings, fewest_hosts, methods, offers_by_hosts, on_hosts
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.search import (
     Fit,
@@ -67,6 +78,9 @@ from llama405b_tools.plan import (
     ReportOptions,
     comparison_lines,
     format_prediction,
+    format_summary,
+    method_lines,
+    offer_lines,
     prediction_record,
     ranking_lines,
 )
@@ -115,10 +129,18 @@ def plan_parser(description: str | None) -> OneLineParser:
     )
     add(
         "--price",
-        type=float,
-        default=0.0,
-        help="price per GPU-hour: predict the cost of a day and a step, or of --tokens",
+        type=parse_prices,
+        default={},
+        metavar="PRICE",
+        help="price per GPU-hour, for the cost of a day and a step, or of --tokens; h100-80=2.5,h200-141=3.2 compares kinds of GPU, "
+        "each on numbers of hosts with its best settings",
     )
+    add(
+        "--deadline",
+        default="",
+        help="compare as --price does, for --tokens in this time, like 48h; the cheapest comes first",
+    )
+    add("--methods", action="store_true", help="compare full fine-tuning, LoRA, FP8 and all BF16")
     add("--measured", type=float, default=0.0, help="a claimed step time, in seconds, to check against the prediction")
     _add_output_options(add)
     return parser
@@ -130,6 +152,18 @@ def parse_token_count(text: str) -> float:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 1e9, 500M or 1.5B")
     return float(match[1]) * math.pow(1000, " kmbt".index(match[2].lower() or " "))
+
+
+def parse_prices(text: str) -> dict[str, float]:
+    """Parse a price of any GPU, ``2.5``, or prices by kind, ``h100-80=2.5,h200-141=3.2``; "" is any kind."""
+    prices = {}
+    for word in text.split(","):
+        kind, _, number = word.rpartition("=")
+        try:
+            prices[kind] = float(number)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{word!r} is no price; write 2.5 or h100-80=2.5,h200-141=3.2") from None
+    return prices
 
 
 def _add_output_options(add: Callable[..., object]) -> None:
@@ -157,6 +191,7 @@ def _add_output_options(add: Callable[..., object]) -> None:
         help="measure on HOSTS the step times of this run with a few of its layers, and the rates of their parts; saved for later plans",
     )
     add("--json", action="store_true", help="print the numbers as JSON")
+    add("--verbose", action="store_true", help="print all that is predicted")
 
 
 def check_plan_options(args: argparse.Namespace, settings: Sequence[str]) -> None:
@@ -179,9 +214,16 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("nodes", "slots", "gpus"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) <= MAX_COUNT:
             raise UserError(f"--{name}: {getattr(args, name)} is out of range; use 1 to {MAX_COUNT}")
-    for name in ("tokens", "price", "measured"):
-        if not 0 <= getattr(args, name) <= MAX_AMOUNT:
-            raise UserError(f"--{name}: {getattr(args, name)} is out of range; use a number from 0 to {MAX_AMOUNT:g}")
+    amounts = [
+        ("tokens", args.tokens),
+        *(("price", price) for price in args.price.values()),
+        ("measured", args.measured),
+    ]
+    for name, amount in amounts:
+        if not 0 <= amount <= MAX_AMOUNT:
+            raise UserError(f"--{name}: {amount} is out of range; use a number from 0 to {MAX_AMOUNT:g}")
+    if args.deadline and not parse_seconds(args.deadline, "--deadline"):
+        raise UserError("--deadline: 0 is no time; write 48h")
 
 
 def _check_calibrate(args: argparse.Namespace) -> None:
@@ -270,6 +312,7 @@ class PlanAnswer:
     comparisons: dict[str, tuple[Machines, Prediction]]  # results of --what-if, by the text of the change
     options: ReportOptions
     unused_reason: str  # why the calibration is not used; "": it is used, or there is none
+    hosts_notes: list[str]  # on the number of hosts, where the plan chose it
 
     def to_json(self) -> str:
         """Return the numbers as JSON, for programs."""
@@ -284,9 +327,12 @@ class PlanAnswer:
         planned = prediction_record(self.prediction, self.machines, self.options)
         return json.dumps({"schema": SCHEMA_VERSION, "units": FIELD_UNITS} | planned | extras)
 
-    def format_lines(self, notes: Sequence[str]) -> list[str]:
+    def format_lines(self, notes: Sequence[str], *, is_verbose: bool) -> list[str]:
         """Return the plan as text; ``notes``: the assumptions of the prediction."""
-        lines = [*format_prediction(self.prediction, self.options), *notes]
+        if is_verbose:
+            lines = [*format_prediction(self.prediction, self.options), *notes, *self.hosts_notes]
+        else:
+            lines = format_summary(self.prediction, self.options, notes, is_fewest=bool(self.hosts_notes))
         if self.unused_reason:
             lines.append(f"not used     what was measured on these hosts: {self.unused_reason}")
         if self.ranked:
@@ -306,8 +352,11 @@ def main(argv: Sequence[str]) -> int:
     check_plan_options(args, settings)
     requested = command.parse([*source_flags(args), *settings, *placeholder_data_flags(args, settings)]).config
     hosts, gpus = resolve_hosts(args.hosts), read_gpus(args.hardware)
+    args.price = {find_gpu(kind, gpus).name if kind else "": price for kind, price in args.price.items()}
     detected = _detect_machines(args, hosts, gpus, on_cpu=requested.parallel.device == "cpu")
     machines, hosts_notes = apply_machine_options(detected, machine_options(args), gpus), list[str]()
+    if args.deadline or args.methods or [*args.price] not in ([], [""]):
+        return _compare(requested, args, settings, gpus, machines)
     if not (args.hosts or args.nodes or args.gpus):
         args.nodes, hosts_notes = _fewest_hosts(requested, args, machines)
         machines = dataclasses.replace(machines, nodes=args.nodes)
@@ -336,22 +385,135 @@ def main(argv: Sequence[str]) -> int:
         (args.tokens, "") if args.tokens or placeholder_data_flags(args, settings) else _count_tokens(plan_config)
     )
     options = ReportOptions(tokens, args.price, args.measured)
-    answer = PlanAnswer(prediction, machines, ranked, comparisons, options, unused_reason)
+    answer = PlanAnswer(prediction, machines, ranked, comparisons, options, unused_reason, hosts_notes)
     if args.json:
         print(answer.to_json())
     else:
         links_measured = calibration and (
             calibration.load.hosts > 1 or prediction.run.hosts == 1
         )  # else the rates of its links are assumptions
-        notes = fmt_if("data         {}", data_text).splitlines()
+        notes = [] if tokens and not args.verbose else fmt_if("data         {}", data_text).splitlines()
         if not links_measured:
             notes += describe_assumptions(detected, machine_options(args), machines, hosts_asked=bool(hosts))
         bugs = [f"known bug    {what}; {bug.cure}" for what, bug in known_bugs(plan_config, machines.versions).items()]
-        print("\n".join(answer.format_lines([*notes, *hosts_notes, *bugs])))
+        print("\n".join(answer.format_lines([*notes, *bugs], is_verbose=args.verbose)))
     code = EXIT_CODES.get([*ranked, prediction][0].fit, EXIT_OK)
     if args.write and code != EXIT_UNFIT:
         _write_settings(args, settings, requested, ranked[0].run.apply_to(plan_config))
     return code
+
+
+def _compare(
+    requested: Config, args: argparse.Namespace, settings: Sequence[str], gpus: dict[str, Gpu], machines: Machines
+) -> int:
+    """Compare kinds of GPU, or methods, by time and money; 3: nothing fits, or nothing that does is likely in time."""
+    if args.hosts or args.what_if or args.search or args.calibrate or args.measured:
+        raise UserError(
+            "--deadline, --methods and prices by kind compare machines to rent; remove HOSTS and the other questions"
+        )
+    if args.methods and (args.deadline or len(args.price) > 1):
+        raise UserError("--methods: compares on one kind of GPU; remove --deadline and the prices of other kinds")
+    tokens = _tokens_to_compare(requested, args, settings)
+    assert machines.gpu, "a kind of GPU was chosen"
+    resolved = _config_for(_resolve_settings(requested, args.preset, machines), machines)
+    planned = _planned_run(resolved, args.preset, machines)
+    if args.methods:
+        return _compare_methods(planned, args, machines, tokens)
+    kinds = [kind for kind in args.price if kind] or [machines.gpu.name]
+    offers = {
+        kind: _offers_of_kind(planned, _allowed_moments(requested), args, gpus, find_gpu(kind, gpus), tokens)
+        for kind in kinds
+    }
+    every = sorted(itertools.chain.from_iterable(offers.values()), key=lambda offer: offer.rank)
+    if args.json:
+        records = [_offer_record(offer) for offer in every]
+        print(json.dumps({"schema": SCHEMA_VERSION, "units": FIELD_UNITS, "offers": records}))
+    else:
+        deadline = fmt_if(" within {}", args.deadline)
+        title = f"{tokens:,.0f} tokens{deadline}, each kind of GPU with its fastest settings:"
+        print("\n".join([title, *offer_lines(offers, has_deadline=bool(args.deadline))]))
+    return EXIT_OK if every[0].prediction.fit is Fit.YES and every[0].timing else EXIT_UNFIT
+
+
+def _tokens_to_compare(requested: Config, args: argparse.Namespace, settings: Sequence[str]) -> float:
+    """Return the tokens to train on: those of --tokens, or of the data."""
+    if args.tokens:
+        return float(args.tokens)
+    if placeholder_data_flags(args, settings):
+        raise UserError("--tokens: how many? times and costs are compared for so many; add --tokens 1e9, or the data")
+    tokens, why = _count_tokens(requested)
+    if not tokens:
+        raise UserError(f"--tokens: {why}")
+    return tokens
+
+
+def _offers_of_kind(
+    planned: PredictedRun,
+    moments: Sequence[Moments],
+    args: argparse.Namespace,
+    gpus: dict[str, Gpu],
+    gpu: Gpu,
+    tokens: float,
+) -> list[Offer]:
+    """Return the run on numbers of hosts with such GPUs, or on those of --nodes."""
+    described = dataclasses.replace(machine_options(args), gpu=gpu.name, nodes=0, gpus=0)
+    machines = apply_machine_options(dataclasses.replace(UNKNOWN_MACHINES, gpu=gpu), described, gpus)
+    deadline_h = parse_seconds(args.deadline, "--deadline") / 3600 if args.deadline else math.inf
+    price = ReportOptions(prices=args.price).price_of(gpu.name)
+
+    def predict(hosts: int) -> Prediction:
+        return _predict_on(on_hosts(planned, hosts, machines.slots), machines)
+
+    def offer(hosts: int) -> Offer:
+        return Offer(gpu.name, best_settings(predict(hosts), moments), tokens, price, deadline_h)
+
+    return [offer(args.nodes)] if args.nodes else offers_by_hosts(offer, fewest_hosts(predict, moments), deadline_h)
+
+
+def _predict_on(run: PredictedRun, machines: Machines) -> Prediction:
+    assert machines.gpu, "a kind of GPU was chosen"
+    cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
+    return Prediction.from_run(run, cluster, machines.ram_bytes)
+
+
+def _offer_record(offer: Offer) -> dict[str, object]:
+    """Return an offer as a record for JSON."""
+    prediction, run, cluster = offer.prediction, offer.prediction.run, offer.prediction.cluster
+    machines = Machines(
+        run.hosts,
+        run.ranks_per_host,
+        cluster.gpu,
+        prediction.ram_bytes,
+        cluster.nic_bytes_per_s,
+        cluster.disk_bytes_per_s,
+    )
+    record = prediction_record(prediction, machines, ReportOptions(offer.tokens, {"": offer.price}))
+    return record | {"timing": offer.timing.name.lower()}
+
+
+def _compare_methods(planned: PredictedRun, args: argparse.Namespace, machines: Machines, tokens: float) -> int:
+    """Compare methods of training on the hosts of --nodes, or on the fewest on which all fit."""
+    assert machines.gpu, "a kind of GPU was chosen"
+    found = methods(planned, Cluster(machines.gpu))
+
+    def predict(run: PredictedRun, hosts: int) -> Prediction:
+        return _predict_on(on_hosts(run, hosts, machines.slots), machines)
+
+    fewest = {name: fewest_hosts(functools.partial(predict, run)) for name, (run, _) in found.items()}
+    is_said = args.nodes or args.gpus
+    hosts = machines.nodes if is_said else min(MAX_HOSTS, max(fewest.values()))
+    price = ReportOptions(prices=args.price).price_of(machines.gpu.name)
+    rows = {
+        name: (fewest[name], Offer(name, best_settings(predict(run, hosts)), tokens, price), lost)
+        for name, (run, lost) in found.items()
+    }
+    if args.json:
+        records = {name: _offer_record(offer) | {"fewest_hosts": count} for name, (count, offer, _) in rows.items()}
+        print(json.dumps({"schema": SCHEMA_VERSION, "units": FIELD_UNITS, "methods": records}))
+    else:
+        title = f"{tokens:,.0f} tokens, each method with its fastest settings:"
+        print("\n".join([title, *method_lines(rows)]))
+    return EXIT_OK if min(fewest.values()) <= MAX_HOSTS else EXIT_UNFIT
 
 
 def _fewest_hosts(requested: Config, args: argparse.Namespace, machines: Machines) -> tuple[int, list[str]]:
