@@ -1,6 +1,8 @@
 """The types of ``plan.json``, which says what runs on which host, and their reader."""
 
 import dataclasses
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -40,6 +42,33 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Expected:
+    """What a launch predicted of its run, as the run measures it; 0: it did not predict that. Times are in seconds."""
+
+    step_s: float = 0.0
+    shortest: float = 1.0  # likely times, as shares of those that are predicted
+    longest: float = 1.0
+    allocated_bytes: float = 0.0  # of a rank's GPU, by PyTorch
+    peak_bytes: float = 0.0  # the same, with what it keeps; without a GPU, of a rank's memory
+    start_s: float = 0.0  # reading weights and pinning memory
+    save_s: float = 0.0  # to write a checkpoint
+    save_wait_s: float = 0.0  # of that, training waits
+    seal: str = ""  # SHA-256 of the run's name and all else here, so that a score is of what was predicted
+
+    def sealed(self, run: str) -> "Expected":
+        """Return it with its seal."""
+        return dataclasses.replace(self, seal=self._digest(run))
+
+    def is_sealed(self, run: str) -> bool:
+        """Whether nothing here was changed after the launch of this run."""
+        return self.seal == self._digest(run)
+
+    def _digest(self, run: str) -> str:
+        content = dataclasses.asdict(dataclasses.replace(self, seal=""))
+        return hashlib.sha256(json.dumps([run, content], sort_keys=True).encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """``plan.json``: everything a node runner needs to know."""
 
@@ -59,9 +88,14 @@ class Plan:
     slurm_job: str = ""  # the job it runs in, if any
     replicates: bool = False  # checkpoints are copied from host to host
     spread: bool = False  # each host has a part of them
-    expected_step_s: float = 0.0  # as predicted; 0: nothing is
+    expected: Expected = Expected()
     load_s: float = 0.0  # timeouts.load; 0: unknown
     mesh: Axes | None = None  # of its ranks; None: of another program
+
+    @property
+    def expected_step_s(self) -> float:
+        """Seconds of a step, as predicted; 0: nothing is."""
+        return self.expected.step_s
 
     @property
     def trains(self) -> bool:

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 SMALL = (
     "--preset",
     "demo",
@@ -63,5 +65,15 @@ def test_a_calibrated_plan_is_kept_and_used(work, cli, demo):
     ):
         unlike = cli(work, "plan", "hosts", *SMALL, "--calibrate", "--model.activation_checkpointing", recompute)
         assert (unlike.returncode, why in unlike.stderr) == (2, True), unlike.stderr
+    launched = ["--run", "scored", "--follow", *SMALL, "--training.max_steps", "8", "--checkpoint.every", "4"]
+    scored = cli(work, "launch", *launched, "--data.paths", "stdlib")
+    assert scored.returncode == 0, scored.stdout + scored.stderr
+    expected = json.loads((work / "runs/scored/plan.json").read_text())["expected"]
+    assert expected["step_s"] == pytest.approx(again["time"]["step_s"])
+    said = cli(work, "report", "--run", "scored").stdout
+    assert re.search(r"^prediction a step [\d.]+s, predicted [\d.]+s \([\d.]+\); ", said, re.MULTILINE)
+    for name in ("the first step", "until training began", "a save", "peak memory"):
+        assert re.search(rf"^ +{name} .*, predicted .* \([\d.]+\)$", said, re.MULTILINE), said
+    assert "CHANGED" not in said
     lost = cli(work, "plan", "hosts", *SMALL, "--calibrate", "--data.paths", "nosuch")
     assert (lost.returncode, "nosuch" in lost.stderr) == (2, True)

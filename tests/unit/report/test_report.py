@@ -29,6 +29,7 @@ from llama405b.contract.records import (
     SequencePreview,
     TextPart,
 )
+from llama405b.spec.plan import Expected
 from llama405b_tools.agent.reports import MAX_POINTS, ReportReply, iterate_evaluations, iterate_points, list_attempts
 from llama405b_tools.report.page import format_report, render_page
 from llama405b_tools.report.summary import Summary, list_events
@@ -53,7 +54,7 @@ def reply_of(steps, attempts=ALIVE, now=1000.0, **more):
     taken = [CountedStep(step.attempt, step.time, step.step_s) for step in steps]
     found = {
         "now": now, "created": 0.0, "owner": "ann@desk", "attempt": len(attempts), "hosts": (("gpu-1", 8), ("gpu-2", 8)), "mesh": None,
-        "expected_step_s": 8.0, "alive": attempts[-1].ended is None, "attempts": tuple(attempts),
+        "expected": Expected(step_s=8.0), "alive": attempts[-1].ended is None, "attempts": tuple(attempts),
         "account": account_time(50.0, attempts, taken, 16, now), "points": tuple(iterate_points(steps)), "last": steps[-1],
         "evaluations": (), "events": (),
         "samples": (), "sequences": (), "settings": "[training]\nmax_steps = 20\n",
@@ -177,7 +178,7 @@ def test_what_was_planned_is_beside_what_is():
     assert summary.planned_tokens_per_s == 512
     assert summary.mfu(409.6) == pytest.approx(100 * 409.6 * 2e12 / (989e12 * 16))
     assert "planned 512" in render_page(summary)
-    unplanned = Summary("r", reply_of(steps_of(12), expected_step_s=0.0, gpu=""), 0.0)
+    unplanned = Summary("r", reply_of(steps_of(12), expected=Expected(), gpu=""), 0.0)
     assert (unplanned.planned_tokens_per_s, unplanned.mfu(409.6), unplanned.hour_unit) == (None, None, "rank-h")
     assert "model FLOPs" not in render_page(unplanned)
 
@@ -328,3 +329,43 @@ def test_ticks_of_time_are_those_of_a_clock():
     assert round_time_ticks(7200, 8) == [0, 900, 1800, 2700, 3600, 4500, 5400, 6300, 7200]
     assert round_time_ticks(0.0, 8) == [0]
     assert len(round_time_ticks(40 * 86400, 8)) <= 9
+
+
+EXPECTED = Expected(
+    step_s=8.0, shortest=0.8, longest=1.3, allocated_bytes=50 << 30, peak_bytes=56 << 30, start_s=30.0, save_s=6.0, save_wait_s=0.5
+)  # fmt: skip
+
+
+def scored(**more):
+    started = RunEvent(100.0, "rank-0", EventKind.STARTED, 1, 0)
+    saved = [
+        RunEvent(150.0 + i, "rank-0", EventKind.SAVED, 1, i, took_s=t, blocked_s=t / 10)
+        for i, t in enumerate((3.0, 9.0, 12.0))
+    ]
+    steps = [dataclasses.replace(step, step_s=20.0 if step.step == 1 else 10.0) for step in steps_of(6)]
+    return Summary("r", reply_of(steps, events=(started, *saved), **({"expected": EXPECTED.sealed("r")} | more)), 0.0)
+
+
+def test_what_was_predicted_is_scored():
+    found = {score.name: (score.predicted, score.measured) for score in scored().scores}
+    assert found == {
+        "a step": (8.0, 10.0), "the first step": (8.0, 20.0), "until training began": (30.0, 50.0), "a save": (6.0, 9.0),
+        "of a save, training waited": (0.5, 0.9), "allocated": (50 << 30, 60 << 30), "peak memory": (56 << 30, 70 << 30),
+    }  # fmt: skip
+    assert scored(expected=Expected()).scores == ()
+    only_step = scored(expected=Expected(step_s=8.0))
+    assert [score.name for score in only_step.scores] == ["a step", "the first step"]
+
+
+def test_a_score_says_whether_it_is_likely_and_whether_the_prediction_is_that_of_the_launch():
+    lines = list(format_report(scored(), 80, 5, plain=True))
+    [first] = [line for line in lines if line.startswith("prediction")]
+    assert first == "prediction a step 10s, predicted 8.0s (1.25); as likely, 0.80 to 1.30"
+    slow = dataclasses.replace(EXPECTED, longest=1.2).sealed("r")
+    assert "; not as likely, 0.80 to 1.20" in "\n".join(format_report(scored(expected=slow), 80, 5, plain=True))
+    for changed in (dataclasses.replace(EXPECTED.sealed("r"), step_s=10.0), EXPECTED.sealed("another"), EXPECTED):
+        assert "CHANGED AFTER THE LAUNCH" in "\n".join(format_report(scored(expected=changed), 80, 5, plain=True))
+    page = render_page(scored())
+    assert Well(page).open == []
+    assert "Predicted and measured" in page
+    assert "60.00 GiB, predicted 50.00 GiB (1.20)" in page

@@ -24,7 +24,7 @@ from llama405b.contract.records import (
     SequencePreview,
 )
 from llama405b.settings.axes import Axes
-from llama405b.spec.plan import read_plan
+from llama405b.spec.plan import Expected, read_plan
 from llama405b_tools.agent.describe import first_launch_time, is_run_alive, list_ends, load_manifest, newest_checkpoint
 from llama405b_tools.agent.machine import first_gpu, list_working_gpus
 from llama405b_tools.agent.processes import resolve_run_dir
@@ -75,7 +75,7 @@ class ReportReply:
     attempt: int  # the newest
     hosts: tuple[tuple[str, int], ...]  # and the ranks of each
     mesh: Axes | None
-    expected_step_s: float  # as predicted at its launch; 0: nothing was
+    expected: Expected  # as predicted at its newest launch
     alive: bool
     attempts: tuple[Attempt, ...]
     account: Account | None
@@ -208,7 +208,7 @@ def report_of(run: str, host: str) -> ReportReply:
         attempt=plan.attempt,
         hosts=tuple((node.name, node.slots) for node in plan.nodes),
         mesh=plan.mesh,
-        expected_step_s=plan.expected_step_s,
+        expected=plan.expected,
         alive=alive,
         attempts=tuple(attempts),
         account=account_of_attempts(run_dir, host, attempts, steps, plan.world_size),

@@ -28,7 +28,7 @@ from llama405b.settings.axes import AXIS_NAMES, DP_AXES, idle_rank_note
 from llama405b.settings.config import layout_flags, mesh_flags, with_global_batch
 from llama405b.settings.schema import Config
 from llama405b.spec.adapters import adapter_label
-from llama405b.spec.plan import Plan
+from llama405b.spec.plan import Expected, Plan
 from llama405b.spec.rules import rounding_note
 from llama405b_tools.agent import starting
 from llama405b_tools.agent.launch_facts import CHECKPOINTS, LaunchFacts
@@ -269,6 +269,24 @@ def predict_launch(
     return None if gpu.is_cpu and not outlook.calibration else outlook
 
 
+def expected_of(outlook: Prediction) -> Expected:
+    """Return what a prediction says of what a run measures; CUDA's and NCCL's own memory is not in that."""
+    needs, time_range = outlook.needs, outlook.time_range
+    allocated_bytes, reserved_bytes = float(needs.peak.total), float(sum(needs.reserved_by_pool.values()))
+    if outlook.cluster.gpu.is_cpu:
+        allocated_bytes, reserved_bytes = 0.0, needs.gpu_bytes
+    return Expected(
+        step_s=needs.step_s or 0.0,
+        shortest=time_range.low,
+        longest=time_range.high,
+        allocated_bytes=allocated_bytes,
+        peak_bytes=reserved_bytes,
+        start_s=needs.loading.local_s + needs.pinning_s,
+        save_s=needs.saving.write_s,
+        save_wait_s=needs.saving.waits_s,
+    )
+
+
 def _common_gpu(answers: Mapping[str, LaunchFacts]) -> Gpu | None:
     """Return the GPU that all hosts have; None if they differ, or it is in no table."""
     kinds = {(facts.gpu, facts.gpu_bytes) for facts in answers.values()}
@@ -426,7 +444,7 @@ def check_and_plan(
         raise RunError(fault_list(faults, len(hosts)))
     outlook = predict_launch(request, plan, answers, read_calibration(request.hosts_file, hosts))
     if outlook:
-        plan = dataclasses.replace(plan, expected_step_s=outlook.needs.step_s or 0.0)
+        plan = dataclasses.replace(plan, expected=expected_of(outlook).sealed(plan.run))
         if not request.force_fit and (has_fewer_hosts or not is_restart):
             refuse_misfit(outlook)
     return CheckedLaunch(request, answers, host_specs, plan, outlook)

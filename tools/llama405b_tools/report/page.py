@@ -16,8 +16,10 @@ from llama405b.contract.errors import fmt_if, pluralize
 from llama405b.contract.records import DocumentPreview, EventKind, PromptSample, SequencePreview
 from llama405b_tools.agent.reports import CurvePoint
 from llama405b_tools.report.summary import (
+    GIB,
     USE_LABELS,
     ReportEvent,
+    Score,
     Summary,
     describe_idle,
     format_run_state,
@@ -315,7 +317,6 @@ EVENT_STYLES = {
 MAX_SHOWN_SAVES = 10
 MAX_USER_CURVES = 12  # curves from the user's own module
 SMOOTHING_DIVISOR = 40  # the moving average spans 1/40 of a curve to each side
-GIB = 1 << 30
 
 
 def render_page(summary: Summary) -> str:
@@ -336,6 +337,7 @@ def render_page(summary: Summary) -> str:
         *_prompts_section(summary.reply.samples),
         *_sequences_section(summary.reply.sequences),
         *_time_section(summary),
+        *_scores_section(summary),
         *_events_section(list_events(summary), summary.start_time),
         *_facts_section(summary),
     ])  # fmt: skip
@@ -435,7 +437,7 @@ def _charts(summary: Summary) -> Iterator[str]:
             lambda value: f"{value:.0f}%", plan=summary.mfu(summary.planned_tokens_per_s),
         ).to_svg(axis)  # fmt: skip
     parts = [curve(name, style, lambda point, field=field: getattr(point, field)) for name, field, style in STEP_PARTS]  # type: ignore[misc]
-    planned_step_s = summary.reply.expected_step_s or None
+    planned_step_s = summary.reply.expected.step_s or None
     yield Chart("a step, seconds", parts, format_number, stacked=True, plan=planned_step_s).to_svg(axis)
     yield _memory_chart(points, curve).to_svg(axis)
     for chart in _user_charts(pieces, start_time):
@@ -618,6 +620,15 @@ def _document_html(document: DocumentPreview) -> str:
     return "".join(f"<mark>{text}</mark>" if is_trained else text for text, is_trained in texts)
 
 
+def _scores_section(summary: Summary) -> Iterator[str]:
+    """Yield what was predicted at the launch, beside what came."""
+    if not summary.scores:
+        return
+    yield "<h2>Predicted and measured</h2>"
+    rows = [[score.name, html.escape(score.words + _verdict(summary, score))] for score in summary.scores]
+    yield _html_table(["", ""], rows)
+
+
 def _facts_section(summary: Summary) -> Iterator[str]:
     reply = summary.reply
     yield "<h2>What ran</h2>"
@@ -670,13 +681,25 @@ def format_report(summary: Summary, width: int, height: int, *, plain: bool) -> 
             yield f"cost {cost:,.2f} at {summary.price:g} a {summary.hour_unit}"
         for incident in account.incidents:
             yield f"  {incident_line(account, incident, summary.hour_unit)}"
+    for i, score in enumerate(summary.scores):
+        yield f"{'' if i else 'prediction':10} {score.name} {score.words}{_verdict(summary, score)}"
     yield from reader_notes(summary)
+
+
+def _verdict(summary: Summary, score: Score) -> str:
+    """Say whether a step took what was likely, and whether the prediction is the launch's."""
+    expected = summary.reply.expected
+    if score.name != "a step":
+        return ""
+    likely = expected.shortest <= score.ratio <= expected.longest
+    verdict = f"; {'as' if likely else 'not as'} likely, {expected.shortest:.2f} to {expected.longest:.2f}"
+    return verdict + ("" if expected.is_sealed(summary.run) else "; THE PREDICTION WAS CHANGED AFTER THE LAUNCH")
 
 
 def _rate_text(summary: Summary) -> str:
     rate = summary.mean_of_last("rate")
     mfu = fmt_if(", MFU {:.1f}%", summary.mfu(rate))
     plan_note = fmt_if(
-        " (planned {})", summary.reply.expected_step_s and format_duration(summary.reply.expected_step_s)
+        " (planned {})", summary.reply.expected.step_s and format_duration(summary.reply.expected.step_s)
     )
     return f"{format_amount(rate)} tokens/s{mfu}, {summary.mean_of_last('step_s'):.2f} s per step{plan_note}"

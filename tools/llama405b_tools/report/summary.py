@@ -15,6 +15,7 @@ from llama405b_tools.run.query import incident_words
 from llama405b_tools.text.figures import format_duration, hour_unit
 from llama405b_tools.text.words import clean
 
+GIB = 1 << 30
 LAST_STEPS = 10  # steps averaged for the latest value of a curve
 MIN_IDLE_S = 300.0  # after a run's end, before idle hosts are mentioned
 USE_LABELS = {
@@ -36,6 +37,43 @@ class ReportEvent:
     time: float
     kind: str
     words: str
+
+
+STARTS = (EventKind.STARTED, EventKind.RESUMED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Score:
+    """Something that was predicted, and what it came to: seconds or bytes of rank 0."""
+
+    name: str
+    predicted: float
+    measured: float
+    is_time: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """Measured, of predicted."""
+        return self.measured / self.predicted
+
+    @property
+    def words(self) -> str:
+        """Both, in words."""
+        predicted, measured = map(_format_time if self.is_time else _format_gib, (self.predicted, self.measured))
+        return f"{measured}, predicted {predicted} ({self.ratio:.2f})"
+
+
+def _format_time(seconds: float) -> str:
+    return f"{seconds:.2f}s" if seconds < 1 else format_duration(seconds)
+
+
+def _format_gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:,.2f} GiB"
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the median; 0 without values."""
+    return statistics.median(values) if values else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +128,7 @@ class Summary:
     def planned_tokens_per_s(self) -> float | None:
         """Tokens/s that the plan predicted; None without a plan."""
         last = self.reply.last
-        return last.rate * last.step_s / self.reply.expected_step_s if last and self.reply.expected_step_s else None
+        return last.rate * last.step_s / self.reply.expected.step_s if last and self.reply.expected.step_s else None
 
     @property
     def slow_points(self) -> list[tuple[CurvePoint, float]]:
@@ -129,6 +167,38 @@ class Summary:
         if not (peak and last and last.flops_per_token and rate):
             return None
         return 100 * rate * last.flops_per_token / (peak * self.world_size)
+
+    @property
+    def scores(self) -> tuple["Score", ...]:
+        """What the newest launch predicted, beside what came, as far as both are known."""
+        expected, points, last = self.reply.expected, self.reply.points, self.reply.last
+        newest = [point for point in points if point.attempt == self.reply.attempt]
+        saves = [event for event in self.reply.events if event.kind is EventKind.SAVED]
+        first = [point for point in newest[:1] if point.steps == 1]
+        began = [
+            event.time for event in self.reply.events if event.kind in STARTS and event.attempt == self.reply.attempt
+        ]
+        launched = self.start_time if self.reply.attempt == 1 else 0.0
+        rows = (
+            Score("a step", expected.step_s, _median([point.step_s for point in newest[1:]]), is_time=True),
+            Score("the first step", expected.step_s, _median([point.step_s for point in first]), is_time=True),
+            Score(
+                "until training began",
+                expected.start_s,
+                began[0] - launched if began and launched else 0.0,
+                is_time=True,
+            ),
+            Score("a save", expected.save_s, _median([event.took_s for event in saves]), is_time=True),
+            Score(
+                "of a save, training waited",
+                expected.save_wait_s,
+                _median([event.blocked_s for event in saves]),
+                is_time=True,
+            ),
+            Score("allocated", expected.allocated_bytes, last.peak_allocated_bytes if last else 0),
+            Score("peak memory", expected.peak_bytes, last.peak_bytes if last else 0),
+        )
+        return tuple(row for row in rows if row.predicted and row.measured)
 
     def cost(self, seconds: float) -> float | None:
         """Return the cost of running all ranks for this long; None without a price."""
