@@ -14,9 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from llama405b.predict.estimate import Cluster, seconds_per_step
 from llama405b.predict.hardware import Rates
 from llama405b.predict.run_shape import NO_ADAPTER, PredictedRun
-from llama405b.predict.search import Fit, Prediction, fastest_meshes, is_runnable, keep_most_activations, variants
+from llama405b.predict.search import (
+    OFFLOADS,
+    Fit,
+    Prediction,
+    fastest_meshes,
+    is_runnable,
+    keep_most_activations,
+    variants,
+)
 from llama405b.settings.axes import FULL_RECOMPUTE
-from llama405b.settings.schema import Adapter, Moments
+from llama405b.settings.schema import Adapter
 
 MAX_HOSTS = 64
 HOST_FACTORS = (1, 2, 4, 8)  # of the fewest hosts that fit: the numbers that are compared
@@ -38,7 +46,7 @@ class Offer:
     label: str  # the kind of GPU, or the method
     prediction: Prediction
     tokens: float
-    price: float = 0.0  # of a GPU for an hour; 0: unknown
+    price: float | None = None  # of a GPU for an hour; None: unknown
     deadline_h: float = math.inf
 
     @property
@@ -54,7 +62,7 @@ class Offer:
     @property
     def cost(self) -> float | None:
         """The price of the GPU-hours."""
-        return self.gpu_hours * self.price if self.gpu_hours and self.price else None
+        return self.gpu_hours * self.price if self.gpu_hours and self.price is not None else None
 
     @property
     def timing(self) -> Timing:
@@ -65,21 +73,32 @@ class Offer:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """The cheapest that fits and is in time comes first; without prices, the fewest GPU-hours."""
-        expense = self.cost or self.gpu_hours or math.inf
-        return -(self.prediction.fit is Fit.YES), -self.timing, expense, self.prediction.run.world
+        """The cheapest that fits and is in time comes first; without prices, the fewest GPU-hours; of those too late, the fastest."""
+        hours = self.hours or math.inf
+        expense = (self.gpu_hours or math.inf) if self.price is None else (self.cost or 0.0)
+        if self.timing is Timing.LATE:
+            expense = hours
+        return -self.prediction.fit, -self.timing, expense, hours
 
 
-def best_settings(prediction: Prediction, moments: Sequence[Moments] = ("fp32",)) -> Prediction:
-    """Return the run with the fastest settings that surely fit, and on a mesh only where nothing else does."""
-    options = sorted(variants(prediction, moments), key=lambda option: seconds_per_step(option.run, option.cluster))
-    fitting = next(filter(surely_fits, options), None)
-    if fitting is None:
+def best_settings(prediction: Prediction) -> Prediction:
+    """Return the run with the settings that are fastest, by the longest likely time, of those that surely fit.
+
+    On a mesh only where nothing else fits. Moments stay as they are, as BF16 rounds.
+    """
+    options = sorted(variants(prediction), key=_longest_s)
+    by_offload = [[option for option in options if option.run.offload == offload] for offload in OFFLOADS]
+    fitting = [found for each in by_offload if (found := next(filter(surely_fits, each), None))]
+    if not fitting:
         options += fastest_meshes(prediction, at_most=1)
         return max(options, key=lambda option: (option.fit, -option.needs.gpu_bytes, -option.host_bytes))
-    if fitting.run.recompute != FULL_RECOMPUTE or fitting.run.compiled:
-        return fitting
-    return keep_most_activations(fitting)
+    is_full = prediction.run.recompute == FULL_RECOMPUTE and not prediction.run.compiled
+    return min([keep_most_activations(each) if is_full else each for each in fitting], key=_longest_s)
+
+
+def _longest_s(prediction: Prediction) -> float:
+    """Return the longest likely time of a step; of those that are equal, one with less offload is first."""
+    return (prediction.needs.step_s or math.inf) * prediction.time_range.high
 
 
 def surely_fits(prediction: Prediction) -> bool:
@@ -97,38 +116,60 @@ def on_hosts(run: PredictedRun, hosts: int, ranks_per_host: int) -> PredictedRun
     )  # fmt: skip
 
 
-def fewest_hosts(predict: Callable[[int], Prediction], moments: Sequence[Moments] = ("fp32",)) -> int:
-    """Return the fewest hosts on which some variant surely fits, without a mesh; above ``MAX_HOSTS``: on none up to that."""
+def fewest_hosts(predict: Callable[[int], Prediction]) -> int:
+    """Return the fewest hosts on which some variant surely fits; if none does, the first power of two on which a mesh does.
+
+    Above ``MAX_HOSTS``: on none up to that.
+    """
 
     def fits(hosts: int) -> bool:
-        options = sorted(variants(predict(hosts), moments), key=lambda option: option.needs.gpu_bytes)
-        return any(map(surely_fits, options))
+        return any(map(surely_fits, sorted(variants(predict(hosts)), key=lambda option: option.needs.gpu_bytes)))
 
-    return 1 + bisect.bisect_left(range(1, MAX_HOSTS + 1), True, key=fits)
+    first = 1 + bisect.bisect_left(range(1, MAX_HOSTS + 1), True, key=fits)
+    powers = (1 << i for i in range(MAX_HOSTS.bit_length()))
+    if first > MAX_HOSTS:
+        first = next((hosts for hosts in powers if best_settings(predict(hosts)).fit is Fit.YES), first)
+    return first
 
 
-def offers_by_hosts(at: Callable[[int], Offer], first: int, deadline_h: float = math.inf) -> list[Offer]:
-    """Return offers from the fewest hosts on, ``first``, and the fewest that surely meet the deadline; ``at``: by number of hosts.
+def offers_by_hosts(at: Callable[[int], Offer], first: int) -> list[Offer]:
+    """Return offers from the fewest hosts on, ``first``, and the fewest that surely meet their deadline; ``at``: by number of hosts.
 
-    If nothing fits without a mesh, the one that comes nearest to it, perhaps with one.
+    If nothing fits, the one that comes nearest to it.
     """
     at = functools.cache(at)
     if first > MAX_HOSTS:
         return [at(MAX_HOSTS)]
-    counts = {min(MAX_HOSTS, math.ceil(first * factor)) for factor in HOST_FACTORS}
-    in_time = [hosts for hosts in sorted(counts) if at(hosts).timing is Timing.IN_TIME]
-    if in_time and not math.isinf(deadline_h):
-        fewer = max((hosts for hosts in counts if hosts < in_time[0]), default=in_time[0])
-        span = range(fewer, in_time[0] + 1)
-        counts.add(span[bisect.bisect_left(span, Timing.IN_TIME, hi=len(span) - 1, key=lambda hosts: at(hosts).timing)])
+    counts = {min(MAX_HOSTS, first * factor) for factor in HOST_FACTORS}
+    if not math.isinf(at(first).deadline_h):
+        counts.add(_fewest_in_time(at, sorted(counts)))
     return [at(hosts) for hosts in sorted(counts)]
 
 
+def _fewest_in_time(at: Callable[[int], Offer], counts: Sequence[int]) -> int:
+    """Return the fewest hosts that surely meet the deadline, looked for between two counts; ``MAX_HOSTS``: none does."""
+    in_time = next((hosts for hosts in counts if at(hosts).timing is Timing.IN_TIME), MAX_HOSTS)
+    fewer = max((hosts for hosts in counts if hosts < in_time), default=in_time)
+    if fewer == in_time or at(in_time).timing is not Timing.IN_TIME:
+        return in_time
+    slow = at(fewer)
+    hosts = in_time
+    if slow.hours:  # twice as many take about half as long
+        wanted = fewer * slow.hours * slow.prediction.time_range.high / slow.deadline_h
+        hosts = min(max(math.ceil(wanted), fewer + 1), in_time)
+    while at(hosts).timing is not Timing.IN_TIME:
+        hosts += 1
+    while hosts - 1 > fewer and at(hosts - 1).timing is Timing.IN_TIME:
+        hosts -= 1
+    return hosts
+
+
 def worthwhile_hosts(offers: Sequence[Offer]) -> int:
-    """Return the number of hosts from which twice as many bring too little; 0: that was not found."""
+    """Return the number of hosts from which on twice as many always bring too little; 0: that was not found."""
     speeds = {offer.prediction.run.hosts: offer.prediction.tokens_per_s or 0.0 for offer in offers}
-    doubled = {hosts: speeds[2 * hosts] / speed for hosts, speed in speeds.items() if speed and 2 * hosts in speeds}
-    return min((hosts for hosts, gain in doubled.items() if gain < WORTHWHILE_SPEEDUP), default=0)
+    gains = {hosts: speeds[2 * hosts] / speed for hosts, speed in speeds.items() if speed and 2 * hosts in speeds}
+    worth_it = [hosts for hosts, gain in gains.items() if gain >= WORTHWHILE_SPEEDUP]
+    return min((hosts for hosts in gains if hosts > max(worth_it, default=0)), default=0)
 
 
 def methods(run: PredictedRun, cluster: Cluster) -> Mapping[str, tuple[PredictedRun, str]]:

@@ -150,6 +150,12 @@ class Prediction:
         return Fit.from_gpu_bytes(needs.gpu_bytes, has, lambda: needs.gpu_reserved_bytes)
 
     @property
+    def kept_bytes(self) -> float:
+        """Bytes that PyTorch, CUDA and NCCL keep of a GPU, or the most that they are taken to; of a rank on a CPU, what it holds."""
+        bound = 1.0 if self.cluster.gpu.is_cpu else RESERVED_BOUND
+        return self.needs.gpu_reserved_bytes or self.needs.gpu_bytes * bound
+
+    @property
     def ram_fit(self) -> Fit:
         """Whether a host's memory is enough, as far as that is known."""
         return Fit.from_sizes(self.host_bytes, self.ram_bytes) if self.ram_bytes else Fit.YES
@@ -168,7 +174,7 @@ class Prediction:
     @property
     def spare_share(self) -> float:
         """Free share of the scarcest memory, a GPU's or a host's; only the GPU's if the host's is unknown."""
-        shares = [1 - (self.needs.gpu_reserved_bytes or self.needs.gpu_bytes) / self.cluster.gpu.memory_bytes]
+        shares = [1 - self.kept_bytes / self.cluster.gpu.memory_bytes]
         return min([*shares, 1 - self.host_bytes / self.ram_bytes] if self.ram_bytes else shares)
 
     @property
@@ -276,10 +282,8 @@ def keep_most_activations(prediction: Prediction) -> Prediction:
 
 def _has_room(prediction: Prediction) -> bool:
     """Whether a run surely fits into a GPU, and leaves a share of it free."""
-    if prediction.gpu_fit is not Fit.YES:
-        return False
-    reserved_bytes = prediction.needs.gpu_reserved_bytes or prediction.needs.gpu_bytes
-    return reserved_bytes <= (1 - SPARE_SHARE) * prediction.cluster.gpu.memory_bytes
+    limit = (1 - SPARE_SHARE) * prediction.cluster.gpu.memory_bytes
+    return prediction.gpu_fit is Fit.YES and prediction.kept_bytes <= limit
 
 
 def _reserved_overhead(prediction: Prediction) -> float:

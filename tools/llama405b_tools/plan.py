@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from llama405b.contract.errors import STAGING_SHARE, fmt_if, pluralize
 from llama405b.contract.software import DOCS
@@ -15,7 +15,6 @@ from llama405b.predict.search import (
     MEMORY_SPREAD,
     MIN_GAIN,
     NEAR_SHARE,
-    RESERVED_BOUND,
     Fit,
     Prediction,
     is_near_fastest,
@@ -25,7 +24,7 @@ from llama405b.predict.search import (
     untested_features,
 )
 from llama405b.predict.step_time import StepTime
-from llama405b.settings.axes import idle_rank_note
+from llama405b.settings.axes import FULL_RECOMPUTE, idle_rank_note
 from llama405b.settings.schema import BF16_NUMERICS, Config, Training
 from llama405b.spec.adapters import adapter_label
 
@@ -69,9 +68,9 @@ class ReportOptions:
     )  # of a GPU for an hour, by kind; "": of any other
     measured: float = 0.0  # seconds that a step is said to take
 
-    def price_of(self, gpu: str) -> float:
-        """Return the price of such a GPU for an hour; 0: it was not given."""
-        return self.prices.get(gpu, self.prices.get("", 0.0))
+    def price_of(self, gpu: str) -> float | None:
+        """Return the price of such a GPU for an hour; None: it was not given."""
+        return self.prices.get(gpu, self.prices.get(""))
 
 
 def fit_label(prediction: Prediction) -> str:
@@ -87,7 +86,7 @@ def format_summary(
 ) -> list[str]:
     """Format what decides, on one screen; ``notes``: the assumptions; ``is_fewest``: whether it is of the fewest hosts that fit."""
     needs, run, gpu = prediction.needs, prediction.run, prediction.cluster.gpu
-    ranks = pluralize(run.world, "rank" if gpu.is_cpu else "GPU") + ", the fewest" * (
+    ranks = pluralize(run.world, "rank" if gpu.is_cpu else "GPU") + ", fewest as set" * (
         is_fewest and prediction.fit is Fit.YES
     )
     machines = f"{run.hosts} x {run.ranks_per_host} {gpu.name} ({ranks})"
@@ -96,28 +95,27 @@ def format_summary(
         adapter_label(run.adapter) * run.adapter.is_enabled, split_label(run), f"micro-batch {run.micro_batch}",
         f"batch {run.global_batch:,} x {run.seq_len:,} tokens",
     ]  # fmt: skip
+    name = "rank memory" if gpu.is_cpu else "GPU memory"
+    used_bytes, words = prediction.kept_bytes, "with what PyTorch keeps"
+    if prediction.gpu_fit is Fit.NO:
+        used_bytes, words = needs.gpu_bytes, "allocated"
     lines = [
         f"{fit_label(prediction).partition(',')[0]}: {_format_size(run)} on {machines}; {_format_margin(prediction)}",
         *_wrap("settings", [*filter(None, settings)]),
         *_summary_time_lines(prediction, options),
-        _bar_line(
-            "rank memory" if gpu.is_cpu else "GPU memory",
-            _used_bytes(prediction),
-            gpu.memory_bytes,
-            "with what PyTorch keeps",
-        ),
+        _bar_line(name, used_bytes, gpu.memory_bytes, words),
     ]
     if prediction.host_bytes:
-        lines.append(_bar_line("host memory", prediction.host_bytes, prediction.ram_bytes, "of each host"))
+        spread = f"of each host, within {100 * MEMORY_SPREAD:.0f}%"
+        lines.append(_bar_line("host memory", prediction.host_bytes, prediction.ram_bytes, spread))
     checkpoints = f"{needs.checkpoints_bytes / GIB:,.0f} GiB for {run.keep + 1} checkpoints"
-    lines.append(
-        f"disk         {checkpoints} and {needs.weights_bytes / GIB:,.0f} of weights, shared or over all hosts"
-    )
-    tries, depends, rest = _remedy_lines(prediction), _sensitivity_lines(prediction), [*_waste_lines(run), *notes]
+    disk = f"disk         {checkpoints} and {needs.weights_bytes / GIB:,.0f} of weights, shared or over all hosts"
+    rest = [*_waste_lines(run), *notes]
     if prediction.calibration:
         rest += _calibration_lines(run, prediction.calibration)[:1]
-    room = MAX_SUMMARY_LINES - len(lines) - len(rest)
-    return [*lines, *tries[: max(1, room)], *depends[: max(0, room - len(tries))], *rest]
+    for more in ([disk], _remedy_lines(prediction), _sensitivity_lines(prediction)):  # as many as there is room for
+        lines += more[: max(0, MAX_SUMMARY_LINES - len(lines) - len(rest))]
+    return [*lines, *rest]
 
 
 def _format_size(run: PredictedRun) -> str:
@@ -132,15 +130,9 @@ def _waste_lines(run: PredictedRun) -> list[str]:
     return _wrap("waste", note.split("; "), "; ") if note else []
 
 
-def _used_bytes(prediction: Prediction) -> float:
-    """Return what PyTorch reserves of a GPU, or surely no more than."""
-    needs = prediction.needs
-    return needs.gpu_reserved_bytes or needs.gpu_bytes * (1 if prediction.cluster.gpu.is_cpu else RESERVED_BOUND)
-
-
 def _format_margin(prediction: Prediction) -> str:
     """Format what is to spare of the scarcest memory, or what is missing."""
-    needs, gpu, used = prediction.needs, prediction.cluster.gpu, _used_bytes(prediction)
+    needs, gpu, used = prediction.needs, prediction.cluster.gpu, prediction.kept_bytes
     device = "rank" if gpu.is_cpu else "GPU"
     if prediction.gpu_fit is Fit.NO:
         return f"each {device} lacks {(needs.gpu_bytes - gpu.memory_bytes) / GIB:,.1f} GiB"
@@ -227,7 +219,7 @@ def _memory_lines(prediction: Prediction) -> list[str]:
     verdict = fit_label(prediction) if is_slower else FIT_LABELS[prediction.gpu_fit]
     limit = f"of {gpu.memory_bytes / GIB:,.1f} GiB: {verdict}"
     if prediction.gpu_fit is Fit.YES:
-        limit += f", {(gpu.memory_bytes - _used_bytes(prediction)) / GIB:,.1f} to spare"
+        limit += f", {(gpu.memory_bytes - prediction.kept_bytes) / GIB:,.1f} to spare"
     largest = f"; largest micro-batch that fits and divides the batch: {largest_micro_batch(prediction)}"
     lines = [
         f"{name:12} {_format_gpu_memory(prediction)} {limit}{largest}",
@@ -319,14 +311,16 @@ def _remedy_lines(prediction: Prediction) -> list[str]:
     lines = []
     for label, other in remedies(prediction)[:MAX_REMEDIES]:
         gain = (
-            f"{round(100 * other.speedup_over(prediction)):+d}%, "
+            f"{round(100 * other.speedup_over(prediction)):+d}% a GPU, "
             if other.tokens_per_s and prediction.tokens_per_s
             else ""
         )
         is_same_ram = other.needs.host_bytes == prediction.needs.host_bytes
         ram = f", {other.needs.host_bytes / GIB:,.0f} a host" if other.needs.host_bytes and not is_same_ram else ""
         verdict = f", {fit_label(other).partition(',')[0]}" if other.fit is not Fit.YES else ""
-        lines.append(f"{label}: {gain}{format_short_memory(other)} GiB a GPU{ram}{verdict}")
+        change = f"{gain}{format_short_memory(other)} GiB{ram}{verdict}"
+        is_wide = len(f"{'try':12} {label}: {change}") > WIDTH
+        lines.append(f"{label.partition(' (')[0] if is_wide else label}: {change}")
     return [f"{'try' if i == 0 else '':12} {line}" for i, line in enumerate(lines)]
 
 
@@ -409,7 +403,7 @@ def _total_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
     if options.tokens:
         return [f"{options.tokens:,.0f} tokens: {_format_total(prediction, options)}"]
     price = options.price_of(prediction.cluster.gpu.name)
-    if not price:
+    if price is None:
         return []
     hourly = price * prediction.run.world
     step = format_range(hourly * (prediction.needs.step_s or 0.0) / 3600, prediction.time_range)
@@ -442,7 +436,7 @@ def _format_total(prediction: Prediction, options: ReportOptions) -> str:
     if not hours:
         return "never: failures undo steps as fast as they are made"
     gpu_hours, price = hours * prediction.run.world, options.price_of(prediction.cluster.gpu.name)
-    cost = f", {format_range(price * gpu_hours, time_range)} at {price:g}" if price else ""
+    cost = f", {format_range(price * gpu_hours, time_range)} at {price:g}" if price is not None else ""
     return f"{_format_duration(3600 * hours, time_range)}, {gpu_hours:,.0f} GPU-hours{cost}"
 
 
@@ -539,8 +533,8 @@ def prediction_record(prediction: Prediction, machines: Machines, options: Repor
         "time": dataclasses.asdict(needs.time) | {"step_s": needs.step_s} if needs.time else None,
         "floor_s": prediction.floor_s, "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu, "hfu": prediction.hfu,
         "goodput": dataclasses.asdict(goodput) if goodput else None,
-        "hours": hours, "gpu_hours": gpu_hours, "cost": gpu_hours * price if gpu_hours and price else None,
-        "cost_per_day": 24 * run.world * price if price else None, "checkpoint_bytes": run.checkpoint_bytes,
+        "hours": hours, "gpu_hours": gpu_hours, "cost": gpu_hours * price if gpu_hours and price is not None else None,
+        "cost_per_day": 24 * run.world * price if price is not None else None, "checkpoint_bytes": run.checkpoint_bytes,
         "settings": {"offload": run.offload, "moments": run.moments, "fsdp_unit": run.fsdp_unit, "fsdp_embedding": run.fsdp_embedding,
                      "micro_batch_size": run.micro_batch,
                      "strategy": run.apply_to(Config()).parallel.strategy, "loss": run.loss,
@@ -560,7 +554,7 @@ def _record_inputs(prediction: Prediction, machines: Machines, options: ReportOp
         "adapter": adapter_label(run.adapter),
         "seq_len": run.seq_len, "global_batch_size": prediction.run.global_batch, "attention": run.attention, "packing": run.packing,
         "keep": run.keep, "every": run.every, "mtbf_s": run.mtbf_s, "staging_bytes": run.staging_bytes,
-        "tokens": options.tokens or None, "price": options.price_of(prediction.cluster.gpu.name) or None,
+        "tokens": options.tokens or None, "price": options.price_of(prediction.cluster.gpu.name),
         "measured_s": options.measured or None,
     }  # fmt: skip
 
@@ -681,7 +675,7 @@ def _cost_cells(prediction: Prediction, tokens: float, options: ReportOptions) -
     )
     gpu_hours = hours * prediction.run.world if hours else 0.0
     days = format_range(hours / 24, time_range) if hours else "-"
-    cost = format_range(price * gpu_hours, time_range) if price and hours else "-"
+    cost = format_range(price * gpu_hours, time_range) if price is not None and hours else "-"
     return (days, f"{gpu_hours:,.0f}" if hours else "-", *([cost] if options.prices else []))
 
 
@@ -689,14 +683,16 @@ MAX_OFFERS = 3  # of a kind of GPU
 TIMINGS = {Timing.IN_TIME: "in time", Timing.LIKELY: "likely", Timing.LATE: "late"}
 
 
-def offer_lines(offers: Mapping[str, Sequence[Offer]], *, has_deadline: bool) -> list[str]:
-    """Format kinds of GPUs on numbers of hosts as a table, the cheapest that is in time first, and from where on each fits and pays."""
+def offer_lines(offers: Mapping[str, Sequence[Offer]], *, has_deadline: bool, are_fewest: bool) -> list[str]:
+    """Format kinds of GPUs on numbers of hosts as a table, the cheapest that is in time first.
+
+    ``are_fewest``: the first of each kind is on the fewest hosts that fit, which is said, and from where on more bring little.
+    """
     shown = [
         offer for of_kind in offers.values() for offer in sorted(of_kind, key=lambda offer: offer.rank)[:MAX_OFFERS]
     ]
-    expense = "cost" if any(offer.price for offer in shown) else "GPU-hours"
     rows: list[tuple[str, ...]] = [
-        ("GPUs", "", "deadline" * has_deadline, "time", expense, "batch", "free", "settings")
+        ("GPUs", "", "deadline" * has_deadline, "time", _expense_title(shown), "batch", "free", "settings")
     ]
     rows += [
         (offer.label, _format_hosts(offer), TIMINGS[offer.timing] * has_deadline, *_offer_cells(offer))
@@ -706,13 +702,20 @@ def offer_lines(offers: Mapping[str, Sequence[Offer]], *, has_deadline: bool) ->
     for kind, of_kind in offers.items():
         first, limit = of_kind[0].prediction, worthwhile_hosts(of_kind)
         if first.fit is not Fit.YES:
-            lines.append(
-                f"{kind:9}  {fit_label(first)} on {pluralize(first.run.hosts, 'host')}: {_format_margin(first)}"
+            words = f"{fit_label(first)} on {pluralize(first.run.hosts, 'host')}: {_format_margin(first)}"
+        elif are_fewest:
+            slower = (
+                f"; from {limit} on, twice as many are less than {WORTHWHILE_SPEEDUP:g} times as fast" if limit else ""
             )
+            words = f"fits from {pluralize(first.run.hosts, 'host')} on{slower}"
+        else:
             continue
-        slower = f"; from {limit} on, twice as many are less than {WORTHWHILE_SPEEDUP:g} times as fast" if limit else ""
-        lines.append(f"{kind:9}  fits from {pluralize(first.run.hosts, 'host')} on{slower}")
+        lines.append(f"{kind:9}  {words}")
     return lines
+
+
+def _expense_title(offers: Iterable[Offer]) -> str:
+    return "GPU-hours" if any(offer.price is None for offer in offers) else "cost"
 
 
 def _format_hosts(offer: Offer) -> str:
@@ -722,22 +725,26 @@ def _format_hosts(offer: Offer) -> str:
 def _offer_cells(offer: Offer) -> tuple[str, ...]:
     """Return the cells of time, cost, batch, free memory and settings."""
     prediction = offer.prediction
-    run, time_range, expense = prediction.run, prediction.time_range, offer.cost or offer.gpu_hours
-    time = _format_duration(3600 * offer.hours, time_range) if offer.hours else "-"
-    fits = (
+    run, expense, fits = (
+        prediction.run,
+        offer.gpu_hours if offer.price is None else offer.cost,
+        prediction.fit is not Fit.NO,
+    )
+    time = _format_duration(3600 * offer.hours, prediction.time_range) if offer.hours and fits else "-"
+    cost = f"{expense:,.{0 if expense >= 100 else 1}f}" if expense is not None and fits else "-"
+    free = (
         f"{100 * prediction.spare_share:.0f}%" if prediction.fit is Fit.YES else fit_label(prediction).partition(",")[0]
     )
-    cost = format_range(expense, None) if expense else "-"  # as likely as its time
-    return time, cost, f"{run.global_batch:,}", fits, _format_settings(run)
+    return time, cost, f"{run.global_batch:,}", free, _format_settings(run)
 
 
 def _format_settings(run: PredictedRun) -> str:
     """Format the settings that were chosen for a run."""
-    parts = [split_label(run), f"offload {run.offload}" if run.offload != "none" else "no offload"]
-    parts += [
-        f"{run.recompute}" if str(run.recompute) != "full" else "",
+    parts = [
+        split_label(run), f"offload {run.offload}" if run.offload != "none" else "no offload",
+        str(run.recompute) if run.recompute != FULL_RECOMPUTE else "", "sublayer units" * (run.fsdp_unit != "layer"),
         f"micro {run.micro_batch}" if run.micro_batch > 1 else "",
-    ]
+    ]  # fmt: skip
     return ", ".join(filter(None, parts))
 
 
@@ -750,8 +757,8 @@ def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
 def method_lines(rows: Mapping[str, tuple[int, Offer, str]]) -> list[str]:
     """Format methods of training beside each other: the fewest hosts that fit, and time and cost on the same hosts."""
     offers = [offer for _, offer, _ in rows.values()]
-    expense = "cost" if any(offer.price for offer in offers) else "GPU-hours"
-    table = [("method", "fits from", f"on {_format_hosts(offers[0])}", expense, "free", "what is lost")]
+    on = f"on {_format_hosts(offers[0])} {offers[0].prediction.cluster.gpu.name}"
+    table = [("method", "fits from", on, _expense_title(offers), "free", "what is lost")]
     for name, (fewest, offer, lost) in rows.items():
         time, cost, _, fits, _ = _offer_cells(offer)
         table.append((name, pluralize(fewest, "host") if fewest <= MAX_HOSTS else "-", time, cost, fits, lost))

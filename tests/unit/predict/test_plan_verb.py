@@ -103,12 +103,12 @@ def test_without_a_number_of_hosts_it_is_the_smallest_that_fits(capsys):
     assert re.search(r"^host memory  .* of 2,048 GiB: MAY NOT FIT", fewer_out, re.MULTILINE)
     assert "2,048 GiB of RAM a host (--ram)" in fewer_out
     code, out = asked(capsys, "--preset", "llama3.1-405b", "--data.seq_len", "65536", "--gpu", "a100-40")
-    assert (code, "hosts        1; on 64: DOES NOT FIT" in out) == (EXIT_UNFIT, True)
+    assert (code, "hosts        1 assumed; on 64, with these settings: DOES NOT FIT" in out) == (EXIT_UNFIT, True)
     out = asked(capsys, "--preset", "llama3.1-405b", "--ram", "4TiB", "--slots", "4")[1]
     assert "on 3 x 4 h100-80" in out.splitlines()[0]
     assert "RAM a host" not in out
     out = asked(capsys, "--preset", "llama3.1-405b", "--parallel.tp", "8", "--parallel.pp", "3", "--ram", "10GiB")[1]
-    assert "hosts        3; on 63: DOES NOT FIT" in out  # which pp divides
+    assert "hosts        3 assumed; on 63, with these settings: DOES NOT FIT" in out  # which pp divides
     out = asked(capsys, "--preset", "llama3.1-70b", "--search")[1]
     assert "on 1 x 8 h100-80" in out.splitlines()[0]
     assert re.search(r"^  all .* fits$", out, re.MULTILINE)
@@ -236,7 +236,7 @@ def test_what_helps_most_is_said_first(capsys):
     words = [*LARGE, "--nodes", "8", "--parallel.offload", "none", "--parallel.numerics", "pure-bf16"]
     lines = asked(capsys, *words)[1].splitlines()
     [first] = [line for line in lines if line.startswith("try ")]
-    assert first == "try          --parallel.offload all: +0%, 43 / 57 GiB a GPU, 396 a host"
+    assert first == "try          --parallel.offload all: +0% a GPU, 43 / 57 GiB, 396 a host"
     wrap = ["--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"]
     code, found = record(capsys, *words, *wrap)
     sizes = [round(found[name] / (1 << 30)) for name in ("gpu_bytes", "gpu_reserved_bytes")]
@@ -244,10 +244,10 @@ def test_what_helps_most_is_said_first(capsys):
     small = ["--preset", "llama3.1-70b", "--nodes", "2", "--gpu", "a100-40"]
     [other] = [line for line in asked(capsys, *small)[1].splitlines() if "--parallel.offload all: " in line]
     away, there = (record(capsys, *small, "--parallel.offload", place)[1]["tokens_per_s"] for place in ("all", "none"))
-    assert f"offload all: {round(100 * (away / there - 1)):+d}%, " in other
+    assert f"offload all: {round(100 * (away / there - 1)):+d}% a GPU, " in other
     large = [*LARGE, "--nodes", "4", "--ram", "4000GiB", "--gpu", "h200-141"]
     [best] = [line for line in asked(capsys, *large)[1].splitlines() if "--training.micro_batch_size 2: " in line]
-    gain = int(re.search(r"--training.micro_batch_size 2: \+(\d+)%, ", best)[1])
+    gain = int(re.search(r"--training.micro_batch_size 2: \+(\d+)% a GPU, ", best)[1])
     one, two = (record(capsys, *large, "--training.micro_batch_size", n)[1]["tokens_per_s"] for n in ("1", "2"))
     assert round(100 * (two / one - 1)) == gain
 

@@ -57,7 +57,7 @@ from llama405b.predict.search import (
 from llama405b.settings import command, config, rules
 from llama405b.settings.axes import DP_AXES, Axes, MicrobatchSplit
 from llama405b.settings.parser import OneLineParser
-from llama405b.settings.schema import SETTING_TYPES, Config, Moments
+from llama405b.settings.schema import SETTING_TYPES, Config, Moments, Parallel
 from llama405b.spec import models
 from llama405b.spec.rules import check_mesh
 from llama405b_tools.agent.machine import package_version
@@ -137,8 +137,10 @@ def plan_parser(description: str | None) -> OneLineParser:
     )
     add(
         "--deadline",
-        default="",
-        help="compare as --price does, for --tokens in this time, like 48h; the cheapest comes first",
+        type=parse_deadline,
+        default=0.0,
+        metavar="TIME",
+        help="compare as --price does, for --tokens within 90m, 48h or 2d; the cheapest in time comes first",
     )
     add("--methods", action="store_true", help="compare full fine-tuning, LoRA, FP8 and all BF16")
     add("--measured", type=float, default=0.0, help="a claimed step time, in seconds, to check against the prediction")
@@ -156,14 +158,28 @@ def parse_token_count(text: str) -> float:
 
 def parse_prices(text: str) -> dict[str, float]:
     """Parse a price of any GPU, ``2.5``, or prices by kind, ``h100-80=2.5,h200-141=3.2``; "" is any kind."""
-    prices = {}
+    prices: dict[str, float] = {}
     for word in text.split(","):
         kind, _, number = word.rpartition("=")
+        if kind in prices or (prices and not kind):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} has no one price for each kind; write 2.5 or h100-80=2.5,h200-141=3.2"
+            )
         try:
             prices[kind] = float(number)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{word!r} is no price; write 2.5 or h100-80=2.5,h200-141=3.2") from None
     return prices
+
+
+def parse_deadline(text: str) -> float:
+    """Parse ``90m``, ``48h`` or ``2d`` as hours."""
+    number, unit = text[:-1], text[-1:]
+    with contextlib.suppress(UserError):
+        hours = 24 * parse_seconds(f"{number}h", "") / 3600 if unit == "d" else parse_seconds(text, "") / 3600
+        if hours and unit.isalpha():
+            return hours
+    raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90m, 48h or 2d")
 
 
 def _add_output_options(add: Callable[..., object]) -> None:
@@ -222,8 +238,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name, amount in amounts:
         if not 0 <= amount <= MAX_AMOUNT:
             raise UserError(f"--{name}: {amount} is out of range; use a number from 0 to {MAX_AMOUNT:g}")
-    if args.deadline and not parse_seconds(args.deadline, "--deadline"):
-        raise UserError("--deadline: 0 is no time; write 48h")
 
 
 def _check_calibrate(args: argparse.Namespace) -> None:
@@ -332,7 +346,9 @@ class PlanAnswer:
         if is_verbose:
             lines = [*format_prediction(self.prediction, self.options), *notes, *self.hosts_notes]
         else:
-            lines = format_summary(self.prediction, self.options, notes, is_fewest=bool(self.hosts_notes))
+            unfit_notes = self.hosts_notes if self.prediction.fit is not Fit.YES else []
+            shown_notes = [*notes, *unfit_notes]
+            lines = format_summary(self.prediction, self.options, shown_notes, is_fewest=bool(self.hosts_notes))
         if self.unused_reason:
             lines.append(f"not used     what was measured on these hosts: {self.unused_reason}")
         if self.ranked:
@@ -406,33 +422,60 @@ def main(argv: Sequence[str]) -> int:
 def _compare(
     requested: Config, args: argparse.Namespace, settings: Sequence[str], gpus: dict[str, Gpu], machines: Machines
 ) -> int:
-    """Compare kinds of GPU, or methods, by time and money; 3: nothing fits, or nothing that does is likely in time."""
-    if args.hosts or args.what_if or args.search or args.calibrate or args.measured:
-        raise UserError(
-            "--deadline, --methods and prices by kind compare machines to rent; remove HOSTS and the other questions"
-        )
-    if args.methods and (args.deadline or len(args.price) > 1):
-        raise UserError("--methods: compares on one kind of GPU; remove --deadline and the prices of other kinds")
+    """Compare kinds of GPU, or methods, by time and money; exit code: that of the first row, 3 also if it is late."""
+    kinds = _kinds_to_compare(args)
     tokens = _tokens_to_compare(requested, args, settings)
-    assert machines.gpu, "a kind of GPU was chosen"
-    resolved = _config_for(_resolve_settings(requested, args.preset, machines), machines)
-    planned = _planned_run(resolved, args.preset, machines)
+    gpu = find_gpu(kinds[0], gpus) if kinds else machines.gpu
+    assert gpu, "a kind of GPU was chosen"
+    machines = _machines_with(gpu, args, gpus)
+    plain = Parallel(strategy="fsdp2", numerics=requested.parallel.numerics, moments=requested.parallel.moments)
+    model = dataclasses.replace(requested.model, activation_checkpointing="full")
+    training = dataclasses.replace(requested.training, micro_batch_size=1)
+    free = dataclasses.replace(requested, parallel=plain, model=model, training=training)
+    planned = _planned_run(_config_for(free, machines), args.preset, machines)
+    if planned.numerics == "fp32":
+        raise UserError("--parallel.numerics: no times are known with fp32; compare with fp32-master")
     if args.methods:
         return _compare_methods(planned, args, machines, tokens)
-    kinds = [kind for kind in args.price if kind] or [machines.gpu.name]
+    deadline = f" within {args.deadline:g} h" if args.deadline else ""
+    if not args.json:  # what follows takes seconds
+        print(
+            f"{tokens:,.0f} tokens{deadline}; offload, micro-batch, checkpointing and mesh are the fastest that fit:",
+            flush=True,
+        )
     offers = {
-        kind: _offers_of_kind(planned, _allowed_moments(requested), args, gpus, find_gpu(kind, gpus), tokens)
-        for kind in kinds
+        each.name: _offers_of_kind(planned, args, _machines_with(each, args, gpus), tokens)
+        for each in ([find_gpu(kind, gpus) for kind in kinds] or [gpu])
     }
     every = sorted(itertools.chain.from_iterable(offers.values()), key=lambda offer: offer.rank)
     if args.json:
         records = [_offer_record(offer) for offer in every]
         print(json.dumps({"schema": SCHEMA_VERSION, "units": FIELD_UNITS, "offers": records}))
     else:
-        deadline = fmt_if(" within {}", args.deadline)
-        title = f"{tokens:,.0f} tokens{deadline}, each kind of GPU with its fastest settings:"
-        print("\n".join([title, *offer_lines(offers, has_deadline=bool(args.deadline))]))
-    return EXIT_OK if every[0].prediction.fit is Fit.YES and every[0].timing else EXIT_UNFIT
+        print("\n".join(offer_lines(offers, has_deadline=bool(args.deadline), are_fewest=not args.nodes)))
+    return EXIT_CODES.get(every[0].prediction.fit, EXIT_OK) if every[0].timing else EXIT_UNFIT
+
+
+def _kinds_to_compare(args: argparse.Namespace) -> list[str]:
+    """Return the kinds of GPU that are priced; refuse what contradicts a comparison."""
+    if args.hosts or args.what_if or args.search or args.calibrate or args.measured:
+        raise UserError(
+            "--deadline, --methods and prices by kind compare machines to rent; remove HOSTS and the other questions"
+        )
+    kinds = [kind for kind in args.price if kind]
+    if args.methods and (args.deadline or len(kinds) > 1):
+        raise UserError("--methods: compares on one kind of GPU; remove --deadline and the prices of other kinds")
+    if args.gpu and kinds:
+        raise UserError("--gpu: the prices name the kinds of GPU; remove it")
+    if args.gpus:
+        raise UserError("--gpus: a comparison is of whole hosts; use --nodes, or leave their number open")
+    return kinds
+
+
+def _machines_with(gpu: Gpu, args: argparse.Namespace, gpus: dict[str, Gpu]) -> Machines:
+    """Return hosts with such GPUs, as the options describe them."""
+    described = dataclasses.replace(machine_options(args), gpu=gpu.name)
+    return apply_machine_options(dataclasses.replace(UNKNOWN_MACHINES, gpu=gpu), described, gpus)
 
 
 def _tokens_to_compare(requested: Config, args: argparse.Namespace, settings: Sequence[str]) -> float:
@@ -447,27 +490,18 @@ def _tokens_to_compare(requested: Config, args: argparse.Namespace, settings: Se
     return tokens
 
 
-def _offers_of_kind(
-    planned: PredictedRun,
-    moments: Sequence[Moments],
-    args: argparse.Namespace,
-    gpus: dict[str, Gpu],
-    gpu: Gpu,
-    tokens: float,
-) -> list[Offer]:
-    """Return the run on numbers of hosts with such GPUs, or on those of --nodes."""
-    described = dataclasses.replace(machine_options(args), gpu=gpu.name, nodes=0, gpus=0)
-    machines = apply_machine_options(dataclasses.replace(UNKNOWN_MACHINES, gpu=gpu), described, gpus)
-    deadline_h = parse_seconds(args.deadline, "--deadline") / 3600 if args.deadline else math.inf
-    price = ReportOptions(prices=args.price).price_of(gpu.name)
+def _offers_of_kind(planned: PredictedRun, args: argparse.Namespace, machines: Machines, tokens: float) -> list[Offer]:
+    """Return the run on numbers of such hosts, or on those of --nodes."""
+    assert machines.gpu, "a kind of GPU was chosen"
+    name, price = machines.gpu.name, ReportOptions(prices=args.price).price_of(machines.gpu.name)
 
     def predict(hosts: int) -> Prediction:
         return _predict_on(on_hosts(planned, hosts, machines.slots), machines)
 
     def offer(hosts: int) -> Offer:
-        return Offer(gpu.name, best_settings(predict(hosts), moments), tokens, price, deadline_h)
+        return Offer(name, best_settings(predict(hosts)), tokens, price, args.deadline or math.inf)
 
-    return [offer(args.nodes)] if args.nodes else offers_by_hosts(offer, fewest_hosts(predict, moments), deadline_h)
+    return [offer(args.nodes)] if args.nodes else offers_by_hosts(offer, fewest_hosts(predict))
 
 
 def _predict_on(run: PredictedRun, machines: Machines) -> Prediction:
@@ -487,7 +521,8 @@ def _offer_record(offer: Offer) -> dict[str, object]:
         cluster.nic_bytes_per_s,
         cluster.disk_bytes_per_s,
     )
-    record = prediction_record(prediction, machines, ReportOptions(offer.tokens, {"": offer.price}))
+    prices = {} if offer.price is None else {"": offer.price}
+    record = prediction_record(prediction, machines, ReportOptions(offer.tokens, prices))
     return record | {"timing": offer.timing.name.lower()}
 
 
@@ -500,8 +535,7 @@ def _compare_methods(planned: PredictedRun, args: argparse.Namespace, machines: 
         return _predict_on(on_hosts(run, hosts, machines.slots), machines)
 
     fewest = {name: fewest_hosts(functools.partial(predict, run)) for name, (run, _) in found.items()}
-    is_said = args.nodes or args.gpus
-    hosts = machines.nodes if is_said else min(MAX_HOSTS, max(fewest.values()))
+    hosts = args.nodes or min(MAX_HOSTS, max(fewest.values()))
     price = ReportOptions(prices=args.price).price_of(machines.gpu.name)
     rows = {
         name: (fewest[name], Offer(name, best_settings(predict(run, hosts)), tokens, price), lost)
@@ -511,9 +545,10 @@ def _compare_methods(planned: PredictedRun, args: argparse.Namespace, machines: 
         records = {name: _offer_record(offer) | {"fewest_hosts": count} for name, (count, offer, _) in rows.items()}
         print(json.dumps({"schema": SCHEMA_VERSION, "units": FIELD_UNITS, "methods": records}))
     else:
-        title = f"{tokens:,.0f} tokens, each method with its fastest settings:"
+        title = f"{tokens:,.0f} tokens; offload, micro-batch, checkpointing and mesh are the fastest that fit:"
         print("\n".join([title, *method_lines(rows)]))
-    return EXIT_OK if min(fewest.values()) <= MAX_HOSTS else EXIT_UNFIT
+    best = max(offer.prediction.fit for _, offer, _ in rows.values())
+    return EXIT_CODES.get(best, EXIT_OK)
 
 
 def _fewest_hosts(requested: Config, args: argparse.Namespace, machines: Machines) -> tuple[int, list[str]]:
@@ -542,7 +577,8 @@ def _fewest_hosts(requested: Config, args: argparse.Namespace, machines: Machine
 
     counts = [*filter(is_legal, range(1, MAX_ASSUMED_HOSTS + 1))] or [1]
     if find_fit(counts[-1]) is not Fit.YES:
-        return counts[0], [f"hosts        {counts[0]}; on {counts[-1]}: {FIT_LABELS[find_fit(counts[-1])]}"]
+        nearest = FIT_LABELS[find_fit(counts[-1])]
+        return counts[0], [f"hosts        {counts[0]} assumed; on {counts[-1]}, with these settings: {nearest}"]
     number = bisect.bisect_left(counts, Fit.YES, key=find_fit)
     fewer = f"; on {counts[number - 1]}: {FIT_LABELS[find_fit(counts[number - 1])]}" if number else ""
     return counts[number], [f"hosts        {counts[number]}, the fewest that fit{fewer}"]
