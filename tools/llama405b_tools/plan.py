@@ -731,7 +731,7 @@ def _offer_cells(offer: Offer) -> tuple[str, ...]:
         prediction.fit is not Fit.NO,
     )
     time = _format_duration(3600 * offer.hours, prediction.time_range) if offer.hours and fits else "-"
-    cost = f"{expense:,.{0 if expense >= 100 else 1}f}" if expense is not None and fits else "-"
+    cost = format_range(expense, None) if expense is not None and fits else "-"
     free = (
         f"{100 * prediction.spare_share:.0f}%" if prediction.fit is Fit.YES else fit_label(prediction).partition(",")[0]
     )
