@@ -22,7 +22,7 @@ from llama405b.predict.reserved import predict_reserved
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.settings.axes import Recompute
 from llama405b.settings.config import PRESET_DIR
-from llama405b.settings.schema import Adapter
+from llama405b.settings.schema import ADAPTER_TARGETS, Adapter
 from llama405b.spec.models import parse_llama
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,11 +54,16 @@ class Setting:
     reshard_after_forward: int = 0
     lora: int = 0  # rank of adapters beside all matrices; 0: there are none
     fused: bool = False
+    targets: str = ""  # beginnings of the names of the matrices that have adapters; "": all
+    replicas: int = 1  # copies of the model: HSDP
 
     @property
     def adapter(self):
         """As settings have it."""
-        return Adapter("lora", rank=self.lora) if self.lora else Adapter()
+        if not self.lora:
+            return Adapter()
+        targets = tuple(f"{name}_proj" for name in self.targets.split()) or ADAPTER_TARGETS
+        return Adapter("lora", rank=self.lora, targets=targets)
 
     @property
     def run(self):
@@ -77,6 +82,7 @@ class Setting:
             kept_by=self.reshard_after_forward,
             adapter=self.adapter,
             fused=self.fused,
+            dp_shard=self.world // self.replicas if self.replicas > 1 else 0,
         )
 
 
@@ -156,6 +162,15 @@ SETTINGS = [
     Setting(L8, 8, "none", "pure-bf16", micro_batch=2, recompute="none", fused=True),
     Setting(L1, 4, "none", micro_batch=4, recompute="every:2", fused=True),
     Setting(L8, 8, "all", unit="sublayer", recompute="none", fused=True),
+    Setting(L8, 8, "none", lora=16, targets="q v"),
+    Setting(L70, 16, "all", micro_batch=2, lora=16, targets="q v"),
+    Setting(L405, 16, "none", lora=16, targets="q v"),
+    Setting(L405, 32, "none", seq_len=8192, micro_batch=2, lora=16, targets="q k v o"),
+    Setting(L8, 16, "none", replicas=2),
+    Setting(L70, 64, "none", replicas=2),
+    Setting(L70, 32, "none", "pure-bf16", recompute="operators:20", replicas=4),
+    Setting(L8, 4, "none", unit="sublayer", replicas=2),
+    Setting(L405, 128, "none", "pure-bf16", seq_len=2048, replicas=2),
 ]
 
 
@@ -249,6 +264,7 @@ def build(setting, config, me):
     from llama405b.model.llama import add_adapters, checkpoint_activations
     from llama405b.optim import build_updater, optimizer
     from llama405b.parallel import fsdp, load_weights
+    from llama405b.parallel.fsdp import make_device_mesh
     from llama405b.settings.schema import Optimizer, Parallel
 
     leave_out(on_host=setting.offload != "none")
@@ -259,6 +275,8 @@ def build(setting, config, me):
         fsdp_embedding=setting.embedding,
         prefetch=setting.prefetch,
         reshard_after_forward=setting.reshard_after_forward,
+        strategy="hsdp" if setting.replicas > 1 else "fsdp2",
+        dp_replicate=setting.replicas if setting.replicas > 1 else 0,
     )
     kept = fsdp.shard_dtype(parallel)
     frozen = llama.compute_dtype(parallel.numerics) if setting.lora else kept
@@ -266,7 +284,8 @@ def build(setting, config, me):
     llama.freeze(module, (), freeze_all=bool(setting.lora))
     if setting.lora:
         add_adapters(module, setting.adapter, kept)
-    fsdp.shard_model(module, parallel, me.device)
+    mesh = make_device_mesh(setting.run.axes, "cuda") if setting.replicas > 1 else None
+    fsdp.shard_model(module, parallel, me.device, mesh)
     if setting.run.reuses_gradient_memory:
         fsdp.allocate_grads_on_compute_stream(module)
     master = optimizer.master_model(module, parallel)
@@ -309,7 +328,7 @@ def leave_out(*, on_host):
         return 1.0
 
     host_inputs.allocate_blocks = untouched
-    step.all_reduce_sum = lambda _: torch.ones(())
+    step.all_reduce_sum = torch.ones_like
     build_updater.norm_over_ranks = any_norm
     if not on_host:
         return

@@ -9,7 +9,7 @@ A freed block serves only the stream on which it was allocated, so each stream's
 of its own (two units, and the embedding), and reduces gradients on another, from which offloaded gradients go to the host. Everything else
 is on the compute stream, with one micro-batch also gradients that stay (``parallel.fsdp``),
 and there free blocks do not always suit the next request. So steps are walked through block by block, in the order of torch's own history
-(blocks.toml); tests/data/reserved.csv has what torch reserved in 74 settings.
+(blocks.toml); tests/data/reserved.csv has what torch reserved in 83 settings.
 
 Known only for BF16 computation, as FP32 attention is another kernel, and for layers that are neither compiled nor in FP8. The sequences of
 a micro-batch count as one with as many tokens. The memory of NCCL and CUDA is not included, nor what loading, evaluations and saves leave.
@@ -29,7 +29,7 @@ from llama405b.predict.memory import INPUT_BUFFERS
 from llama405b.predict.run_shape import PredictedRun, StageSpec, layer_adapter_shapes
 from llama405b.settings.axes import Axes
 from llama405b.settings.choices import OPTIMIZERS
-from llama405b.settings.schema import ADAPTER_TARGETS, VOCAB_CHUNK
+from llama405b.settings.schema import VOCAB_CHUNK
 from llama405b.spec.adapters import lora_shapes
 from llama405b.spec.models import LLAMA
 
@@ -131,24 +131,24 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
         run.fused and run.adapter.is_enabled,
         run.numerics == "fp8",
         run.keeps_weights,
-        run.axes != Axes(run.world),
+        run.axes not in (Axes(run.world), Axes(run.shards, dp_replicate=run.world // run.shards)),
+        run.shards < run.world and run.accumulates,  # FSDP2 keeps the sums of micro-batches
         bool(OPTIMIZERS[run.optimizer].rest),
         run.llama.family.mlp != LLAMA.mlp,
         len(run.llama.family.norms) > len(LLAMA.norms),
     )
     keeps_normed = run.llama.family.query_norms and "none" in run.recompute.layer_kinds(run.llama.layers)
-    unsupported_adapter = run.adapter.is_enabled and (
-        {*run.adapter.targets} != {*ADAPTER_TARGETS} or run.has_sublayer_units or not run.fsdp_embedding
-    )
+    unsupported_adapter = run.adapter.is_enabled and (run.has_sublayer_units or not run.fsdp_embedding)
     if run.compute_bytes != 2 or any(unsupported) or keeps_normed or unsupported_adapter:
         return {}
-    batch = run.micro_batch * run.world * (1 + run.accumulates)  # more micro-batches need no more than two
+    world = run.shards  # each copy of the model is as if it were alone
+    batch = run.micro_batch * world * (1 + run.accumulates)  # more micro-batches need no more than two
     return _walk_pools(
         PredictedRun(
             dataclasses.replace(run.llama, family=LLAMA, attention_bias=False, mlp_bias=False),  # vectors are small
             run.numerics,
             run.offload,
-            run.world,
+            world,
             run.seq_len,
             run.micro_batch,
             batch,

@@ -50,8 +50,8 @@ from llama405b.spec.models import Llama
 from llama405b.spec.rules import find_mesh_faults
 
 MEMORY_SPREAD = 0.10
-# PyTorch reserved at most so much of what is allocated in the ten settings whose reserved memory is not predicted, and was measured.
-RESERVED_BOUND = 1.25
+# PyTorch reserved less than this of what is allocated in all settings whose reserved memory is not predicted, and was measured (1.27).
+RESERVED_BOUND = 1.3
 
 
 class Fit(enum.IntEnum):
