@@ -199,7 +199,9 @@ def measure(setting, config=None, history=""):
     """Measure a setting in a process of its own; ``config``: in place of its model's; ``history``: where to write that of one more step."""
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": setting.world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     more = {"STANDIN_KERNELS": "none", "STANDIN_GB": 600, "PYTHONPATH": ROOT}
-    env = os.environ | {name: str(value) for name, value in (place | more).items()}
+    checks = ("STANDIN_CHECK", "STANDIN_AGE_MS")  # of when things happen, which is no matter here
+    env = {name: value for name, value in os.environ.items() if name not in checks}
+    env |= {name: str(value) for name, value in (place | more).items()}
     asked = json.dumps([dataclasses.asdict(setting), config or ARCHITECTURES[setting.model], str(history)])
     command = [STANDIN / "run.sh", sys.executable, __file__, "--one", asked]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)

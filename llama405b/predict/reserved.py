@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 from llama405b.predict.memory import INPUT_BUFFERS
 from llama405b.predict.run_shape import PredictedRun, StageSpec, layer_adapter_shapes
-from llama405b.settings.axes import Axes
+from llama405b.settings.axes import FULL_RECOMPUTE, Axes
 from llama405b.settings.choices import OPTIMIZERS
-from llama405b.settings.schema import VOCAB_CHUNK
+from llama405b.settings.schema import ADAPTER_TARGETS, VOCAB_CHUNK
 from llama405b.spec.adapters import lora_shapes
 from llama405b.spec.models import LLAMA
 
@@ -138,7 +138,10 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
         len(run.llama.family.norms) > len(LLAMA.norms),
     )
     keeps_normed = run.llama.family.query_norms and "none" in run.recompute.layer_kinds(run.llama.layers)
-    unsupported_adapter = run.adapter.is_enabled and (run.has_sublayer_units or not run.fsdp_embedding)
+    adapts_all = {*run.adapter.targets} == {*ADAPTER_TARGETS}  # else what a layer keeps of others is not known
+    unsupported_adapter = run.adapter.is_enabled and (
+        run.has_sublayer_units or not run.fsdp_embedding or not (adapts_all or run.recompute == FULL_RECOMPUTE)
+    )
     if run.compute_bytes != 2 or any(unsupported) or keeps_normed or unsupported_adapter:
         return {}
     world = run.shards  # each copy of the model is as if it were alone
