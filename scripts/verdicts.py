@@ -21,7 +21,7 @@ from reserved import L1, L8, L70, L405, ROOT, Setting, measure
 PAGE = ROOT / "docs/measurements/plan-verdicts.md"
 BEGIN = "<!-- the table: written by scripts/verdicts.py -->"
 SEED = 20261130
-LARGEST = 550e9  # bytes
+LARGEST, LARGEST_OF_HOST = 550e9, 113e9  # bytes of a rank: a host's memory is really asked for
 NAMES = {Fit.YES: "fits", Fit.RETRIES: "retries", Fit.NO: "no"}
 EDGE = 0.02  # of a GPU's memory: what both agree on less closely, and both may say either
 
@@ -49,8 +49,11 @@ def draw(dice):
             dice.choice(("", "q v")) if lora else "",
             dice.choice((1, 1, 2)),
         )
-        is_split = setting.world % setting.replicas == 0
-        if is_split and is_runnable(setting.run, Cluster()) and find_peak(setting.run).total < LARGEST:
+        run = setting.run
+        if setting.world % setting.replicas or not is_runnable(run, Cluster()):
+            continue
+        of_host = sum(run.host_bytes.values()) / min(run.world, run.ranks_per_host)
+        if find_peak(run).total < LARGEST and of_host < LARGEST_OF_HOST:
             return setting
 
 
