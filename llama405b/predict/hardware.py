@@ -61,8 +61,8 @@ def read_gpus(path: Path | None = None) -> dict[str, Gpu]:
     return _parse_gpus(HARDWARE_FILE) | (_parse_gpus(path) if path else {})
 
 
-def find_gpu(name: str, gpus: dict[str, Gpu]) -> Gpu:
-    """Return a GPU by name; ``h100``, without memory size, means the default kind or the only one.
+def find_gpu(name: str, gpus: dict[str, Gpu], option: str = "--gpu") -> Gpu:
+    """Return a GPU by name; ``h100``, without memory size, means the default kind or the only one. ``option``: where it was named.
 
     Raises:
         UserError: It is not in the table, or several are of that name.
@@ -72,9 +72,9 @@ def find_gpu(name: str, gpus: dict[str, Gpu]) -> Gpu:
         if kind in gpus:
             return gpus[kind]
     if kinds:
-        raise UserError(f"--gpu: {name!r} is ambiguous; use {' or '.join(kinds)}")
+        raise UserError(f"{option}: {name!r} is ambiguous; use {' or '.join(kinds)}")
     raise UserError(
-        f"--gpu: {name!r} is not known{did_you_mean(name, gpus)}; use one of {', '.join(gpus)}, or add it with --hardware"
+        f"{option}: {name!r} is not known{did_you_mean(name, gpus)}; use one of {', '.join(gpus)}, or add it with --hardware"
     )
 
 

@@ -43,7 +43,6 @@ class Timing(enum.IntEnum):
 class Offer:
     """A run on machines that may be rented, with its best settings."""
 
-    label: str  # the kind of GPU, or the method
     prediction: Prediction
     tokens: float
     price: float | None = None  # of a GPU for an hour; None: unknown

@@ -131,7 +131,7 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
         run.fused and run.adapter.is_enabled,
         run.numerics == "fp8",
         run.keeps_weights,
-        run.axes not in (Axes(run.world), Axes(run.shards, dp_replicate=run.world // run.shards)),
+        run.axes != Axes(run.shards, dp_replicate=run.world // run.shards),
         run.shards < run.world and run.accumulates,  # FSDP2 keeps the sums of micro-batches
         bool(OPTIMIZERS[run.optimizer].rest),
         run.llama.family.mlp != LLAMA.mlp,

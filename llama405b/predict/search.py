@@ -150,6 +150,11 @@ class Prediction:
         return Fit.from_gpu_bytes(needs.gpu_bytes, has, lambda: needs.gpu_reserved_bytes)
 
     @property
+    def knows_kept_bytes(self) -> bool:
+        """Whether ``kept_bytes`` is predicted, and not a bound."""
+        return self.cluster.gpu.is_cpu or bool(self.needs.reserved_by_pool)
+
+    @property
     def kept_bytes(self) -> float:
         """Bytes that PyTorch, CUDA and NCCL keep of a GPU, or the most that they are taken to; of a rank on a CPU, what it holds."""
         bound = 1.0 if self.cluster.gpu.is_cpu else RESERVED_BOUND
@@ -308,19 +313,19 @@ def remedies(prediction: Prediction) -> list[tuple[str, Prediction]]:
     If the run does not surely fit, changes that fit better help; else changes that make it faster by more than 1 %.
     """
     run, cluster = prediction.run, prediction.cluster
-    changes = [(label, other) for label, other in _single_changes(run) if other != run and is_runnable(other, cluster)]
+    changes = [change for change in _single_changes(run) if change[-1] != run and is_runnable(change[-1], cluster)]
     if cluster.rates:  # measured with these numerics
-        changes = [(label, other) for label, other in changes if other.numerics == run.numerics]
-    candidates = [(label, prediction.with_run(other)) for label, other in changes]
+        changes = [change for change in changes if change[-1].numerics == run.numerics]
+    candidates = [(setting, value, prediction.with_run(other)) for setting, value, other in changes]
     if prediction.fit is Fit.YES and run.recompute == FULL_RECOMPUTE and not run.compiled:
         max_kept = keep_most_activations(prediction)
-        candidates.append((f"--model.activation_checkpointing {max_kept.run.recompute}", max_kept))
+        candidates.append(("--model.activation_checkpointing", f" {max_kept.run.recompute}", max_kept))
     faster_cluster = dataclasses.replace(cluster, nic_bytes_per_s=2 * cluster.nic_bytes_per_s)
     if run.hosts > 1:
-        candidates.append(("twice the network", Prediction.from_run(run, faster_cluster, prediction.ram_bytes)))
+        candidates.append(("twice the network", "", Prediction.from_run(run, faster_cluster, prediction.ram_bytes)))
     helpful = [
-        (label, other)
-        for label, other in candidates
+        (setting, value, other)
+        for setting, value, other in candidates
         if other.fit > prediction.fit
         or (
             other.fit == prediction.fit == Fit.YES
@@ -328,40 +333,42 @@ def remedies(prediction: Prediction) -> list[tuple[str, Prediction]]:
             and other.speedup_over(prediction) > MIN_GAIN
         )
     ]
-    helpful.sort(key=lambda candidate: (-candidate[1].fit, -candidate[1].speedup_over(prediction)))
+    helpful.sort(key=lambda candidate: (-candidate[-1].fit, -candidate[-1].speedup_over(prediction)))
     best_of_setting: dict[str, tuple[str, Prediction]] = {}
-    for label, other in helpful:
-        best_of_setting.setdefault(label.partition(" ")[0], (label, other))
+    for setting, value, other in helpful:
+        best_of_setting.setdefault(setting, (setting + value, other))
     return [*best_of_setting.values()]
 
 
-def _single_changes(run: PredictedRun) -> list[tuple[str, PredictedRun]]:
-    """Return all single changes, each as a label and the changed run."""
+def _single_changes(run: PredictedRun) -> list[tuple[str, str, PredictedRun]]:
+    """Return all single changes, each as a setting, what follows that in its label, and the changed run."""
     change, batch = functools.partial(dataclasses.replace, run), 2 * run.dp  # of twice the hosts
     return [
-        ("--parallel.fsdp_unit sublayer", change(fsdp_unit="sublayer", fsdp_embedding=True)),
-        ("--parallel.fsdp_unit layer", change(fsdp_unit="layer", fsdp_embedding=True)),
-        ("--parallel.offload none", change(offload="none", moments="fp32")),
-        ("--parallel.offload optimizer", change(offload="optimizer")),
-        ("--parallel.offload all", change(offload="all")),
-        ("--model.loss chunked", change(loss="chunked")),
-        ("--model.compile true (different rounding)", change(compiled=True)),
-        ("--model.fused true (different rounding)", change(fused=True)),
-        ("--model.activations host", change(activations="host")),
+        ("--parallel.fsdp_unit", " sublayer", change(fsdp_unit="sublayer", fsdp_embedding=True)),
+        ("--parallel.fsdp_unit", " layer", change(fsdp_unit="layer", fsdp_embedding=True)),
+        ("--parallel.offload", " none", change(offload="none", moments="fp32")),
+        ("--parallel.offload", " optimizer", change(offload="optimizer")),
+        ("--parallel.offload", " all", change(offload="all")),
+        ("--model.loss", " chunked", change(loss="chunked")),
+        ("--model.compile", " true (different rounding)", change(compiled=True)),
+        ("--model.fused", " true (different rounding)", change(fused=True)),
+        ("--model.activations", " host", change(activations="host")),
         *(
-            (f"--parallel.cp {size}", change(cp=size))
+            ("--parallel.cp", f" {size}", change(cp=size))
             for size in divisors(run.ranks_per_host)
             if size > run.cp and run.seq_len >= LONG_SEQUENCE
         ),
-        (f"--parallel.reshard_after_forward {run.ranks_per_host}", change(kept_by=run.ranks_per_host)),
-        ("--parallel.moments bf16 (optimizer.betas <= 0.99)", change(moments="bf16")),
+        ("--parallel.reshard_after_forward", f" {run.ranks_per_host}", change(kept_by=run.ranks_per_host)),
+        ("--parallel.moments", " bf16 (optimizer.betas <= 0.99)", change(moments="bf16")),
         (
-            "--parallel.numerics fp8 --model.compile true (FP8 by torchao)",
+            "--parallel.numerics",
+            " fp8 --model.compile true (FP8 by torchao)",
             change(numerics="fp8", compiled=True, fused=False),
         ),
-        (f"--training.micro_batch_size {2 * run.micro_batch}", change(micro_batch=2 * run.micro_batch)),
+        ("--training.micro_batch_size", f" {2 * run.micro_batch}", change(micro_batch=2 * run.micro_batch)),
         (
-            f"twice the hosts{fmt_if(' (with --training.global_batch_size {})', batch if batch > run.global_batch else 0)}",
+            "twice the hosts",
+            fmt_if(" (with --training.global_batch_size {})", batch if batch > run.global_batch else 0),
             change(world=2 * run.world, global_batch=max(run.global_batch, batch)),
         ),
     ]

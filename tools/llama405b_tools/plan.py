@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from llama405b.contract.errors import STAGING_SHARE, fmt_if, pluralize
@@ -27,12 +28,14 @@ from llama405b.predict.step_time import StepTime
 from llama405b.settings.axes import FULL_RECOMPUTE, idle_rank_note
 from llama405b.settings.schema import BF16_NUMERICS, Config, Training
 from llama405b.spec.adapters import adapter_label
+from llama405b_tools.text.figures import format_columns
 
 MAX_SUMMARY_LINES, WIDTH = 12, 100  # of the first screen, and its columns
 BAR_WIDTH = 24
+WITH_RETRIES = ", WITH ALLOCATOR RETRIES"
 FIT_LABELS = {
     Fit.YES: "fits",
-    Fit.RETRIES: "RUNS SLOWER, WITH ALLOCATOR RETRIES",
+    Fit.RETRIES: f"RUNS SLOWER{WITH_RETRIES}",
     Fit.MAYBE: "MAY NOT FIT",
     Fit.NO: "DOES NOT FIT",
 }
@@ -63,9 +66,8 @@ class ReportOptions:
     """What to report besides the prediction; 0: not requested."""
 
     tokens: float = 0.0  # to train on
-    prices: Mapping[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # of a GPU for an hour, by kind; "": of any other
+    # of a GPU for an hour, by kind; "": of any other
+    prices: Mapping[str, float] = dataclasses.field(default_factory=dict)
     measured: float = 0.0  # seconds that a step is said to take
 
     def price_of(self, gpu: str) -> float | None:
@@ -75,10 +77,14 @@ class ReportOptions:
 
 def fit_label(prediction: Prediction) -> str:
     """Return whether a run fits, in words."""
-    is_known = prediction.cluster.gpu.is_cpu or prediction.needs.reserved_by_pool
-    if prediction.fit is Fit.RETRIES and not is_known:
-        return "MAY RUN SLOWER, WITH ALLOCATOR RETRIES"
+    if prediction.fit is Fit.RETRIES and not prediction.knows_kept_bytes:
+        return f"MAY RUN SLOWER{WITH_RETRIES}"
     return FIT_LABELS[prediction.fit]
+
+
+def short_fit_label(prediction: Prediction) -> str:
+    """As ``fit_label``, where there is little room."""
+    return fit_label(prediction).removesuffix(WITH_RETRIES)
 
 
 def format_summary(
@@ -100,8 +106,8 @@ def format_summary(
     if prediction.gpu_fit is Fit.NO:
         used_bytes, words = needs.gpu_bytes, "allocated"
     lines = [
-        f"{fit_label(prediction).partition(',')[0]}: {_format_size(run)} on {machines}; {_format_margin(prediction)}",
-        *_wrap("settings", [*filter(None, settings)]),
+        f"{short_fit_label(prediction)}: {_format_size(run)} on {machines}; {_format_margin(prediction)}",
+        *_wrap("settings", ", ".join(filter(None, settings))),
         *_summary_time_lines(prediction, options),
         _bar_line(name, used_bytes, gpu.memory_bytes, words),
     ]
@@ -127,7 +133,7 @@ def _waste_lines(run: PredictedRun) -> list[str]:
     """Return the line on ranks that have nothing to do."""
     batch = Training(global_batch_size=run.global_batch, micro_batch_size=run.micro_batch)
     note = idle_rank_note(batch, run.dp)
-    return _wrap("waste", note.split("; "), "; ") if note else []
+    return _wrap("waste", note) if note else []
 
 
 def _format_margin(prediction: Prediction) -> str:
@@ -145,15 +151,10 @@ def _format_margin(prediction: Prediction) -> str:
     return f"{(gpu.memory_bytes - used) / GIB:,.1f} GiB of each {device} to spare"
 
 
-def _wrap(label: str, parts: Sequence[str], separator: str = ", ") -> list[str]:
-    """Join parts after a label, in lines of ``WIDTH`` columns at most where the parts allow it."""
-    lines = [""]
-    for i, part in enumerate(parts):
-        word = part + separator * (i < len(parts) - 1)
-        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > WIDTH - 13:
-            lines.append("")
-        lines[-1] += word
-    return [f"{label if i == 0 else '':12} {line.rstrip()}" for i, line in enumerate(lines)]
+def _wrap(label: str, text: str) -> list[str]:
+    """Return a label and a text in lines of ``WIDTH`` columns at most."""
+    indents = f"{label:12} ", " " * 13
+    return textwrap.wrap(text, WIDTH, initial_indent=indents[0], subsequent_indent=indents[1], break_on_hyphens=False)
 
 
 def _bar_line(name: str, used_bytes: float, limit_bytes: float, words: str) -> str:
@@ -317,7 +318,7 @@ def _remedy_lines(prediction: Prediction) -> list[str]:
         )
         is_same_ram = other.needs.host_bytes == prediction.needs.host_bytes
         ram = f", {other.needs.host_bytes / GIB:,.0f} a host" if other.needs.host_bytes and not is_same_ram else ""
-        verdict = f", {fit_label(other).partition(',')[0]}" if other.fit is not Fit.YES else ""
+        verdict = f", {short_fit_label(other)}" if other.fit is not Fit.YES else ""
         change = f"{gain}{format_short_memory(other)} GiB{ram}{verdict}"
         is_wide = len(f"{'try':12} {label}: {change}") > WIDTH
         lines.append(f"{label.partition(' (')[0] if is_wide else label}: {change}")
@@ -356,8 +357,8 @@ def format_expectation(prediction: Prediction) -> str:
     if prediction.evidence is Evidence.OTHER_GPU:
         basis = UNMEASURED
     memory_gib = prediction.cluster.gpu.memory_bytes / GIB
-    is_known = "" if needs.reserved_by_pool else "perhaps "
-    slower = f"; {is_known}slower, with allocator retries" if prediction.gpu_fit is Fit.RETRIES else ""
+    perhaps = "" if prediction.knows_kept_bytes else "perhaps "
+    slower = f"; {perhaps}slower, with allocator retries" if prediction.gpu_fit is Fit.RETRIES else ""
     return (
         f"expected: {step}{_format_gpu_memory(prediction)} of {memory_gib:,.1f} GiB of each {device}{slower}; {basis}"
     )
@@ -632,7 +633,7 @@ def comparison_lines(predictions: Mapping[str, Prediction], options: ReportOptio
                 *_cost_cells(prediction, tokens, options),
             )
         )
-    cells = [f"  {line}" for line in _format_table(rows)]
+    cells = [f"  {line}" for line in format_columns(rows[0], rows[1:]).splitlines()]
     width = max(map(len, cells))
     verdicts = ["", *map(fit_label, predictions.values())]
     lines = [f"{line:{width}}  {verdict}".rstrip() for line, verdict in zip(cells, verdicts, strict=True)]
@@ -668,11 +669,8 @@ def _speed_cells(prediction: Prediction, base_rate: float | None) -> tuple[str, 
 
 def _cost_cells(prediction: Prediction, tokens: float, options: ReportOptions) -> tuple[str, ...]:
     """Return the cells of days, GPU-hours, and cost if there are prices."""
-    hours, time_range, price = (
-        prediction.hours(tokens),
-        prediction.time_range,
-        options.price_of(prediction.cluster.gpu.name),
-    )
+    hours, time_range = prediction.hours(tokens), prediction.time_range
+    price = options.price_of(prediction.cluster.gpu.name)
     gpu_hours = hours * prediction.run.world if hours else 0.0
     days = format_range(hours / 24, time_range) if hours else "-"
     cost = format_range(price * gpu_hours, time_range) if price is not None and hours else "-"
@@ -695,10 +693,15 @@ def offer_lines(offers: Mapping[str, Sequence[Offer]], *, has_deadline: bool, ar
         ("GPUs", "", "deadline" * has_deadline, "time", _expense_title(shown), "batch", "free", "settings")
     ]
     rows += [
-        (offer.label, _format_hosts(offer), TIMINGS[offer.timing] * has_deadline, *_offer_cells(offer))
+        (
+            offer.prediction.cluster.gpu.name,
+            _format_hosts(offer),
+            TIMINGS[offer.timing] * has_deadline,
+            *_offer_cells(offer),
+        )
         for offer in sorted(shown, key=lambda offer: offer.rank)
     ]
-    lines = _format_table(rows)
+    lines = format_columns(rows[0], rows[1:]).splitlines()
     for kind, of_kind in offers.items():
         first, limit = of_kind[0].prediction, worthwhile_hosts(of_kind)
         if first.fit is not Fit.YES:
@@ -725,17 +728,12 @@ def _format_hosts(offer: Offer) -> str:
 def _offer_cells(offer: Offer) -> tuple[str, ...]:
     """Return the cells of time, cost, batch, free memory and settings."""
     prediction = offer.prediction
-    run, expense, fits = (
-        prediction.run,
-        offer.gpu_hours if offer.price is None else offer.cost,
-        prediction.fit is not Fit.NO,
-    )
+    expense = offer.gpu_hours if offer.price is None else offer.cost
+    fits = prediction.fit is not Fit.NO
     time = _format_duration(3600 * offer.hours, prediction.time_range) if offer.hours and fits else "-"
     cost = format_range(expense, None) if expense is not None and fits else "-"
-    free = (
-        f"{100 * prediction.spare_share:.0f}%" if prediction.fit is Fit.YES else fit_label(prediction).partition(",")[0]
-    )
-    return time, cost, f"{run.global_batch:,}", free, _format_settings(run)
+    free = f"{100 * prediction.spare_share:.0f}%" if prediction.fit is Fit.YES else short_fit_label(prediction)
+    return time, cost, f"{prediction.run.global_batch:,}", free, _format_settings(prediction.run)
 
 
 def _format_settings(run: PredictedRun) -> str:
@@ -748,18 +746,13 @@ def _format_settings(run: PredictedRun) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format cells as lines whose columns are aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
 def method_lines(rows: Mapping[str, tuple[int, Offer, str]]) -> list[str]:
     """Format methods of training beside each other: the fewest hosts that fit, and time and cost on the same hosts."""
     offers = [offer for _, offer, _ in rows.values()]
     on = f"on {_format_hosts(offers[0])} {offers[0].prediction.cluster.gpu.name}"
-    table = [("method", "fits from", on, _expense_title(offers), "free", "what is lost")]
+    table = []
     for name, (fewest, offer, lost) in rows.items():
         time, cost, _, fits, _ = _offer_cells(offer)
         table.append((name, pluralize(fewest, "host") if fewest <= MAX_HOSTS else "-", time, cost, fits, lost))
-    return _format_table(table)
+    titles = ("method", "fits from", on, _expense_title(offers), "free", "what is lost")
+    return format_columns(titles, table).splitlines()

@@ -13,7 +13,7 @@ from llama405b.predict.estimate import ASSUMED_RAM_BYTES, Cluster
 from llama405b.predict.hardware import read_gpus
 from llama405b.predict.offers import Offer, Timing
 from llama405b.predict.run_shape import PredictedRun
-from llama405b.predict.search import Fit, Prediction
+from llama405b.predict.search import Fit, Prediction, remedies
 from llama405b.settings.config import PRESET_DIR
 from llama405b.spec.models import parse_llama
 from llama405b_tools.plan import MAX_SUMMARY_LINES, WIDTH
@@ -103,6 +103,17 @@ def test_a_change_is_no_gain_where_only_its_batch_is_larger(capsys):
     assert any("--parallel.cp 8: " in line for line in asked(capsys, *SCREENS["too long"])[1])
 
 
+def test_one_change_of_a_setting_is_named_and_hosts_and_network_are_two():
+    run = run_of("llama3.1-405b", offload="all", world=32, global_batch=64, micro_batch=1)
+    found = [
+        label for label, _ in remedies(Prediction.from_run(run, Cluster(nic_bytes_per_s=200e9), 4 * ASSUMED_RAM_BYTES))
+    ]
+    assert {"twice the hosts", "twice the network"} <= {*found}
+    assert len({label.partition(" ")[0] for label in found if label.startswith("--")}) == sum(
+        label.startswith("--") for label in found
+    )
+
+
 def offer(hours, high=1.2, fits="YES", world=8, price=2.0, deadline_h=math.inf):
     """An offer whose prediction is no more than these numbers."""
 
@@ -112,7 +123,7 @@ def offer(hours, high=1.2, fits="YES", world=8, price=2.0, deadline_h=math.inf):
         def hours(self, tokens):
             return hours
 
-    return Offer("any", Known(), 1e9, price, deadline_h)
+    return Offer(Known(), 1e9, price, deadline_h)
 
 
 def test_whether_a_deadline_is_met():
@@ -299,11 +310,13 @@ def test_methods_are_compared_on_the_same_hosts(capsys):
         (["--deadline", "0h", "--tokens", "1e9"], "'0h' is no time"),
         (["--deadline", "48", "--tokens", "1e9"], "'48' is no time; write 90m, 48h or 2d"),
         (["--price", "2,5", "--tokens", "1e9"], "'2,5' has no one price for each kind"),
+        (["--price", "2,h200=3", "--tokens", "1e9"], "has no one price for each kind"),
+        (["--price", "h100=2,h100-80=3", "--tokens", "1e9"], "--price: h100 and h100-80 name one kind twice"),
         (["--price", "h100=2,h100=3", "--tokens", "1e9"], "has no one price for each kind"),
         (["--price", "h100=2", "--gpu", "h200", "--tokens", "1e9"], "--gpu: the prices name the kinds"),
         (["--deadline", "48h", "--gpus", "32", "--tokens", "1e9"], "--gpus: a comparison is of whole hosts"),
         (["--deadline", "48h", "--tokens", "1e9", "--parallel.numerics", "fp32"], "no times are known with fp32"),
-        (["--price", "h100=2,h300=3", "--tokens", "1e9"], "'h300' is not known"),
+        (["--price", "h100=2,h300=3", "--tokens", "1e9"], "--price: 'h300' is not known"),
         (["--price", "h100-80=2,h200-141=-3", "--tokens", "1e9"], "--price: -3.0 is out of range"),
         (["--price", "h100-80=2,h200-141=nan", "--tokens", "1e9"], "--price: nan is out of range"),
         (["--price", "h100-80=x"], "'h100-80=x' is no price"),

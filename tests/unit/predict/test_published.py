@@ -144,6 +144,16 @@ def test_bf16_without_a_mesh_is_known_within_a_fifth_or_a_quarter():
     assert (found["medium"]["low"], found["medium"]["high"]) == pytest.approx((1, 1), abs=0.25)
 
 
+def test_a_range_is_no_wider_than_it_must_be(evidence):
+    for kind in plan_ranges.KINDS:
+        if len(evidence[kind]) < MIN_PROGRAMS:
+            continue
+        low, high = plan_ranges.interval(evidence, kind)
+        third, middle = (high - low) / 6, (high + low) / 2
+        logs = [x for each in evidence[kind].values() for x in each]
+        assert statistics.mean(middle - third <= x <= middle + third for x in logs) < 0.9
+
+
 def test_a_program_counts_the_same_however_many_points_it_has():
     once = plan_ranges.spread([[0.0], [0.1], [0.3]])
     assert plan_ranges.spread([[0.0] * 50, [0.1], [0.3]]) == pytest.approx(once)

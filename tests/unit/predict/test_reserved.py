@@ -8,12 +8,13 @@ import pytest
 from conftest import ROOT
 from llama405b.predict.memory import find_peak
 from llama405b.predict.reserved import MIB, SEGMENT, SMALL_SEGMENT, Pool, _PoolWalk, predict_reserved
+from llama405b.settings.schema import ADAPTER_TARGETS
 from reserved import SETTINGS, Setting
 
 with (ROOT / "tests/data/reserved.csv").open(encoding="ascii") as file:
     ROWS = list(csv.DictReader(file))
 FIELDS = [field.name for field in dataclasses.fields(Setting)]
-WITHIN, WITHIN_POOLS = 0.02, 0.025
+WITHIN, WITHIN_OF_SOME = 0.02, 0.025  # and a pool with adapters on some matrices
 
 
 def setting_of(row):
@@ -31,7 +32,9 @@ def test_both_are_what_the_allocator_had(row):
     assert sum(found.values()) == pytest.approx(int(row["reserved"]), rel=WITHIN)
     pools = sorted((int(n_bytes) for n_bytes in row["pools"].split()), reverse=True)
     expected = sorted((n_bytes for n_bytes in found.values() if n_bytes), reverse=True)
-    assert expected == pytest.approx(pools, rel=WITHIN_POOLS, abs=SEGMENT)
+    assert expected == pytest.approx(
+        pools, rel=WITHIN_OF_SOME if run.adapter.targets != ADAPTER_TARGETS else WITHIN, abs=SEGMENT
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from llama405b_tools.report.summary import (
     GIB,
     USE_LABELS,
     ReportEvent,
-    Score,
     Summary,
     describe_idle,
     format_run_state,
@@ -625,8 +624,9 @@ def _scores_section(summary: Summary) -> Iterator[str]:
     if not summary.scores:
         return
     yield "<h2>Predicted and measured</h2>"
-    rows = [[score.name, html.escape(score.words + _verdict(summary, score))] for score in summary.scores]
-    yield _html_table(["", ""], rows)
+    yield _html_table(["", ""], [[score.name, html.escape(score.words)] for score in summary.scores])
+    if note := _seal_note(summary):
+        yield f"<p>{html.escape(note)}</p>"
 
 
 def _facts_section(summary: Summary) -> Iterator[str]:
@@ -682,18 +682,16 @@ def format_report(summary: Summary, width: int, height: int, *, plain: bool) -> 
         for incident in account.incidents:
             yield f"  {incident_line(account, incident, summary.hour_unit)}"
     for i, score in enumerate(summary.scores):
-        yield f"{'' if i else 'prediction':10} {score.name} {score.words}{_verdict(summary, score)}"
+        yield f"{'' if i else 'prediction':10} {score.name} {score.words}"
+    if summary.scores and (note := _seal_note(summary)):
+        yield note
     yield from reader_notes(summary)
 
 
-def _verdict(summary: Summary, score: Score) -> str:
-    """Say whether a step took what was likely, and whether the prediction is the launch's."""
-    expected = summary.reply.expected
-    if score.name != "a step":
-        return ""
-    likely = expected.shortest <= score.ratio <= expected.longest
-    verdict = f"; {'as' if likely else 'not as'} likely, {expected.shortest:.2f} to {expected.longest:.2f}"
-    return verdict + ("" if expected.is_sealed(summary.run) else "; THE PREDICTION WAS CHANGED AFTER THE LAUNCH")
+def _seal_note(summary: Summary) -> str:
+    """Return a note if the prediction is not the one that the launch made."""
+    is_sealed = summary.reply.expected.is_sealed(summary.run)
+    return "" if is_sealed else "THE PREDICTION WAS CHANGED AFTER THE LAUNCH (expected, in plan.json)"
 
 
 def _rate_text(summary: Summary) -> str:

@@ -50,6 +50,7 @@ class Score:
     predicted: float
     measured: float
     is_time: bool = False
+    likely: tuple[float, float] | None = None  # shares of what was predicted; None: it has no range
 
     @property
     def ratio(self) -> float:
@@ -60,7 +61,12 @@ class Score:
     def words(self) -> str:
         """Both, in words."""
         predicted, measured = map(_format_time if self.is_time else _format_gib, (self.predicted, self.measured))
-        return f"{measured}, predicted {predicted} ({self.ratio:.2f})"
+        verdict = ""
+        if self.likely:
+            shortest, longest = self.likely
+            is_likely = shortest <= self.ratio <= longest
+            verdict = f"; {'as' if is_likely else 'not as'} likely, {shortest:.2f} to {longest:.2f}"
+        return f"{measured}, predicted {predicted} ({self.ratio:.2f}){verdict}"
 
 
 def _format_time(seconds: float) -> str:
@@ -180,7 +186,13 @@ class Summary:
         ]
         launched = self.start_time if self.reply.attempt == 1 else 0.0
         rows = (
-            Score("a step", expected.step_s, _median([point.step_s for point in newest[1:]]), is_time=True),
+            Score(
+                "a step",
+                expected.step_s,
+                _median([point.step_s for point in newest[1:]]),
+                is_time=True,
+                likely=(expected.shortest, expected.longest),
+            ),
             Score("the first step", expected.step_s, _median([point.step_s for point in first]), is_time=True),
             Score(
                 "until training began",

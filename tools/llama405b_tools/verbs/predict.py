@@ -158,17 +158,15 @@ def parse_token_count(text: str) -> float:
 
 def parse_prices(text: str) -> dict[str, float]:
     """Parse a price of any GPU, ``2.5``, or prices by kind, ``h100-80=2.5,h200-141=3.2``; "" is any kind."""
-    prices: dict[str, float] = {}
-    for word in text.split(","):
-        kind, _, number = word.rpartition("=")
-        if kind in prices or (prices and not kind):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} has no one price for each kind; write 2.5 or h100-80=2.5,h200-141=3.2"
-            )
-        try:
-            prices[kind] = float(number)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{word!r} is no price; write 2.5 or h100-80=2.5,h200-141=3.2") from None
+    words = text.split(",")
+    try:
+        prices = {kind: float(number) for kind, _, number in (word.rpartition("=") for word in words)}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no price; write 2.5 or h100-80=2.5,h200-141=3.2") from None
+    if len(prices) < len(words) or (len(prices) > 1 and "" in prices):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no one price for each kind; write 2.5 or h100-80=2.5,h200-141=3.2"
+        )
     return prices
 
 
@@ -313,7 +311,11 @@ SEARCHED_SETTINGS = (
 )
 EXIT_CODES = {Fit.NO: EXIT_UNFIT, Fit.RETRIES: EXIT_FAILED}
 PACKAGES = ("torch", "transformers")
-MAX_ASSUMED_HOSTS = 64
+
+
+def _to_json(fields: dict[str, object]) -> str:
+    """Return fields as the JSON of a plan."""
+    return json.dumps({"schema": SCHEMA_VERSION, "units": FIELD_UNITS} | fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -339,7 +341,7 @@ class PlanAnswer:
             "calibration_not_used": self.unused_reason,
         }
         planned = prediction_record(self.prediction, self.machines, self.options)
-        return json.dumps({"schema": SCHEMA_VERSION, "units": FIELD_UNITS} | planned | extras)
+        return _to_json(planned | extras)
 
     def format_lines(self, notes: Sequence[str], *, is_verbose: bool) -> list[str]:
         """Return the plan as text; ``notes``: the assumptions of the prediction."""
@@ -368,7 +370,7 @@ def main(argv: Sequence[str]) -> int:
     check_plan_options(args, settings)
     requested = command.parse([*source_flags(args), *settings, *placeholder_data_flags(args, settings)]).config
     hosts, gpus = resolve_hosts(args.hosts), read_gpus(args.hardware)
-    args.price = {find_gpu(kind, gpus).name if kind else "": price for kind, price in args.price.items()}
+    args.price = _prices_by_name(args.price, gpus)
     detected = _detect_machines(args, hosts, gpus, on_cpu=requested.parallel.device == "cpu")
     machines, hosts_notes = apply_machine_options(detected, machine_options(args), gpus), list[str]()
     if args.deadline or args.methods or [*args.price] not in ([], [""]):
@@ -419,15 +421,21 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
+def _prices_by_name(prices: dict[str, float], gpus: dict[str, Gpu]) -> dict[str, float]:
+    """Return prices by the names that the table has."""
+    by_name = {find_gpu(kind, gpus, "--price").name if kind else "": price for kind, price in prices.items()}
+    if len(by_name) < len(prices):
+        raise UserError(f"--price: {' and '.join(prices)} name one kind twice; give each kind one price")
+    return by_name
+
+
 def _compare(
     requested: Config, args: argparse.Namespace, settings: Sequence[str], gpus: dict[str, Gpu], machines: Machines
 ) -> int:
     """Compare kinds of GPU, or methods, by time and money; exit code: that of the first row, 3 also if it is late."""
-    kinds = _kinds_to_compare(args)
-    tokens = _tokens_to_compare(requested, args, settings)
-    gpu = find_gpu(kinds[0], gpus) if kinds else machines.gpu
-    assert gpu, "a kind of GPU was chosen"
-    machines = _machines_with(gpu, args, gpus)
+    kinds = [gpus[kind] for kind in _kinds_to_compare(args)] or [machines.gpu or gpus[DEFAULT_GPU]]
+    options = ReportOptions(_tokens_to_compare(requested, args, settings), args.price)
+    machines = _machines_with(kinds[0], args, gpus)
     plain = Parallel(strategy="fsdp2", numerics=requested.parallel.numerics, moments=requested.parallel.moments)
     model = dataclasses.replace(requested.model, activation_checkpointing="full")
     training = dataclasses.replace(requested.training, micro_batch_size=1)
@@ -435,22 +443,18 @@ def _compare(
     planned = _planned_run(_config_for(free, machines), args.preset, machines)
     if planned.numerics == "fp32":
         raise UserError("--parallel.numerics: no times are known with fp32; compare with fp32-master")
-    if args.methods:
-        return _compare_methods(planned, args, machines, tokens)
     deadline = f" within {args.deadline:g} h" if args.deadline else ""
     if not args.json:  # what follows takes seconds
         print(
-            f"{tokens:,.0f} tokens{deadline}; offload, micro-batch, checkpointing and mesh are the fastest that fit:",
+            f"{options.tokens:,.0f} tokens{deadline}; offload, micro-batch, checkpointing and mesh are the fastest that fit:",
             flush=True,
         )
-    offers = {
-        each.name: _offers_of_kind(planned, args, _machines_with(each, args, gpus), tokens)
-        for each in ([find_gpu(kind, gpus) for kind in kinds] or [gpu])
-    }
+    if args.methods:
+        return _compare_methods(planned, args, machines, options)
+    offers = {gpu.name: _offers_of_kind(planned, args, _machines_with(gpu, args, gpus), options) for gpu in kinds}
     every = sorted(itertools.chain.from_iterable(offers.values()), key=lambda offer: offer.rank)
     if args.json:
-        records = [_offer_record(offer) for offer in every]
-        print(json.dumps({"schema": SCHEMA_VERSION, "units": FIELD_UNITS, "offers": records}))
+        print(_to_json({"offers": [_offer_record(offer) for offer in every]}))
     else:
         print("\n".join(offer_lines(offers, has_deadline=bool(args.deadline), are_fewest=not args.nodes)))
     return EXIT_CODES.get(every[0].prediction.fit, EXIT_OK) if every[0].timing else EXIT_UNFIT
@@ -490,24 +494,20 @@ def _tokens_to_compare(requested: Config, args: argparse.Namespace, settings: Se
     return tokens
 
 
-def _offers_of_kind(planned: PredictedRun, args: argparse.Namespace, machines: Machines, tokens: float) -> list[Offer]:
+def _offers_of_kind(
+    planned: PredictedRun, args: argparse.Namespace, machines: Machines, options: ReportOptions
+) -> list[Offer]:
     """Return the run on numbers of such hosts, or on those of --nodes."""
     assert machines.gpu, "a kind of GPU was chosen"
-    name, price = machines.gpu.name, ReportOptions(prices=args.price).price_of(machines.gpu.name)
+    price = options.price_of(machines.gpu.name)
 
     def predict(hosts: int) -> Prediction:
         return _predict_on(on_hosts(planned, hosts, machines.slots), machines)
 
     def offer(hosts: int) -> Offer:
-        return Offer(name, best_settings(predict(hosts)), tokens, price, args.deadline or math.inf)
+        return Offer(best_settings(predict(hosts)), options.tokens, price, args.deadline or math.inf)
 
     return [offer(args.nodes)] if args.nodes else offers_by_hosts(offer, fewest_hosts(predict))
-
-
-def _predict_on(run: PredictedRun, machines: Machines) -> Prediction:
-    assert machines.gpu, "a kind of GPU was chosen"
-    cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
-    return Prediction.from_run(run, cluster, machines.ram_bytes)
 
 
 def _offer_record(offer: Offer) -> dict[str, object]:
@@ -526,7 +526,9 @@ def _offer_record(offer: Offer) -> dict[str, object]:
     return record | {"timing": offer.timing.name.lower()}
 
 
-def _compare_methods(planned: PredictedRun, args: argparse.Namespace, machines: Machines, tokens: float) -> int:
+def _compare_methods(
+    planned: PredictedRun, args: argparse.Namespace, machines: Machines, options: ReportOptions
+) -> int:
     """Compare methods of training on the hosts of --nodes, or on the fewest on which all fit."""
     assert machines.gpu, "a kind of GPU was chosen"
     found = methods(planned, Cluster(machines.gpu))
@@ -536,17 +538,16 @@ def _compare_methods(planned: PredictedRun, args: argparse.Namespace, machines: 
 
     fewest = {name: fewest_hosts(functools.partial(predict, run)) for name, (run, _) in found.items()}
     hosts = args.nodes or min(MAX_HOSTS, max(fewest.values()))
-    price = ReportOptions(prices=args.price).price_of(machines.gpu.name)
+    price = options.price_of(machines.gpu.name)
     rows = {
-        name: (fewest[name], Offer(name, best_settings(predict(run, hosts)), tokens, price), lost)
+        name: (fewest[name], Offer(best_settings(predict(run, hosts)), options.tokens, price), lost)
         for name, (run, lost) in found.items()
     }
     if args.json:
         records = {name: _offer_record(offer) | {"fewest_hosts": count} for name, (count, offer, _) in rows.items()}
-        print(json.dumps({"schema": SCHEMA_VERSION, "units": FIELD_UNITS, "methods": records}))
+        print(_to_json({"methods": records}))
     else:
-        title = f"{tokens:,.0f} tokens; offload, micro-batch, checkpointing and mesh are the fastest that fit:"
-        print("\n".join([title, *method_lines(rows)]))
+        print("\n".join(method_lines(rows)))
     best = max(offer.prediction.fit for _, offer, _ in rows.values())
     return EXIT_CODES.get(best, EXIT_OK)
 
@@ -575,7 +576,7 @@ def _fewest_hosts(requested: Config, args: argparse.Namespace, machines: Machine
             return max(option.fit for option in variants(prediction, _allowed_moments(requested)))
         return Fit.NO
 
-    counts = [*filter(is_legal, range(1, MAX_ASSUMED_HOSTS + 1))] or [1]
+    counts = [*filter(is_legal, range(1, MAX_HOSTS + 1))] or [1]
     if find_fit(counts[-1]) is not Fit.YES:
         nearest = FIT_LABELS[find_fit(counts[-1])]
         return counts[0], [f"hosts        {counts[0]} assumed; on {counts[-1]}, with these settings: {nearest}"]
@@ -685,11 +686,14 @@ def _planned_run(requested: Config, preset: str, machines: Machines) -> Predicte
 
 def _predict(requested: Config, preset: str, calibration: Calibration | None, machines: Machines) -> Prediction:
     """Predict the run, using a calibration if there is one."""
-    run = _planned_run(requested, preset, machines)
+    prediction = _predict_on(_planned_run(requested, preset, machines), machines)
+    return prediction.with_calibration(calibration) if calibration else prediction
+
+
+def _predict_on(run: PredictedRun, machines: Machines) -> Prediction:
     assert machines.gpu, "a kind of GPU was chosen"
     cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
-    prediction = Prediction.from_run(run, cluster, machines.ram_bytes)
-    return prediction.with_calibration(calibration) if calibration else prediction
+    return Prediction.from_run(run, cluster, machines.ram_bytes)
 
 
 def _calibrate(
