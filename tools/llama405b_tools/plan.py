@@ -738,9 +738,10 @@ def _offer_cells(offer: Offer) -> tuple[str, ...]:
 
 def _format_settings(run: PredictedRun) -> str:
     """Format the settings that were chosen for a run."""
+    recompute = "" if run.recompute == FULL_RECOMPUTE else str(run.recompute).replace("none", "no checkpointing")
     parts = [
         split_label(run), f"offload {run.offload}" if run.offload != "none" else "no offload",
-        str(run.recompute) if run.recompute != FULL_RECOMPUTE else "", "sublayer units" * (run.fsdp_unit != "layer"),
+        recompute, "sublayer units" * (run.fsdp_unit != "layer"),
         f"micro {run.micro_batch}" if run.micro_batch > 1 else "",
     ]  # fmt: skip
     return ", ".join(filter(None, parts))
