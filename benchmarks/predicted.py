@@ -10,22 +10,25 @@ from llama405b.predict.estimate import Cluster, Estimate
 from llama405b.predict.hardware import Gpu
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.search import Prediction, find_model_shape
+from llama405b.predict.tuning import Candidate, Trials
 from llama405b.settings.axes import Axes
 from llama405b.settings.config import with_global_batch
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch import request as asked
-from llama405b_tools.launch.probes import calibrate, measure_steps
+from llama405b_tools.launch.probes import calibrate, run_trials, trial_flags
 from llama405b_tools.launch.request import LaunchRequest
 
 GB = 1e9
 TIMES = ("forward_s", "backward_s", "optimizer_s", "step_s")
-OTHERS = {  # settings that are predicted from what was measured of the demo's own
-    "micro-batch 2": ("--training.micro_batch_size", "2"),
-    "halves": ("--parallel.fsdp_unit", "sublayer"),
-    "micro-batch 8": ("--training.micro_batch_size", "8", "--training.global_batch_size", "16"),
-    "micro-batch 1": ("--training.micro_batch_size", "1"),
-    "both": ("--training.micro_batch_size", "2", "--parallel.fsdp_unit", "sublayer"),
+LIMIT_S = 1800.0
+SETTINGS = {  # what is predicted from measurements of the first with few layers
+    "as set": (),
+    "micro-batch 2": ("--training.micro_batch_size=2",),
+    "halves": ("--parallel.fsdp_unit=sublayer",),
+    "micro-batch 8": ("--training.micro_batch_size=8", "--training.global_batch_size=16"),
+    "micro-batch 1": ("--training.micro_batch_size=1",),
+    "both": ("--training.micro_batch_size=2", "--parallel.fsdp_unit=sublayer"),
 }
 
 
@@ -41,14 +44,16 @@ def predicted(hosts: Sequence[Host], file: Path, repeat: int) -> int:
     with Fleet(hosts) as fleet:
         for number in range(1, repeat + 1):
             request = _request(file)
-            whole = measure_steps(request, hosts, fleet, 0)
             plan = _uncalibrated(request, world)
             found = calibrate(request, hosts, fleet, plan.run, plan.cluster.gpu, "")
-            _tell(f"{number}", plan.with_calibration(found).needs, whole)
-            for name, flags in OTHERS.items():
-                other = _request(file, *flags)
-                needs = _uncalibrated(other, world).with_calibration(found).needs
-                _tell(f"{number}  {name}", needs, measure_steps(other, hosts, fleet, 0))
+            n_layers = plan.run.llama.layers
+            candidates = {name: Candidate(name, flags, {}, 0.0, (n_layers,)) for name, flags in SETTINGS.items()}
+            trials = Trials(trial_flags(request), tuple(candidates.values()), n_layers)
+            _, measured = run_trials(_request(file), hosts, fleet, trials, LIMIT_S, plan.run)
+            for name, candidate in candidates.items():
+                needs = _uncalibrated(_request(file, *candidate.flags), world).with_calibration(found).needs
+                [whole] = measured[name].points
+                _tell(f"{number}  {name}", needs, whole)
     return EXIT_OK
 
 

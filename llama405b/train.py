@@ -1,7 +1,6 @@
 """The training program: torchrun starts one process per rank (``-m llama405b.train``)."""
 
 import contextlib
-import dataclasses
 import gc
 import io
 import os
@@ -15,16 +14,14 @@ from llama405b import extend
 from llama405b.commands.blame_step import blame
 from llama405b.commands.evaluate_only import evaluate_only, refuse_trained
 from llama405b.commands.shape import describe_shape
-from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, UserError
+from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, UserError
 from llama405b.contract.files import set_private_umask
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Cause, CauseKind, EventKind, Phase, describe_rank_exit
 from llama405b.distributed import ranks
-from llama405b.distributed.collectives import PeerFailedError, is_lost_peer
-from llama405b.optim.step import NonFiniteError, SpikeError
 from llama405b.settings import command
 from llama405b.training.build import resolve_config
-from llama405b.training.context import RankContext
+from llama405b.training.context import RankContext, cause_of
 from llama405b.training.journal import HeartbeatWriter, Journal
 from llama405b.training.requests import StopSignal
 from llama405b.training.setup import build_trainer
@@ -70,31 +67,6 @@ def main(argv: Sequence[str]) -> int:
             return error.exit_code
         raise
     return 0
-
-
-def cause_of(error: Exception, heartbeat: HeartbeatWriter | None) -> Cause:
-    """Return the cause for which this rank ends."""
-    kind = CauseKind.RANK_EXIT
-    peer = None
-    detail = str(error)
-    if is_lost_peer(error):
-        kind, detail = CauseKind.LOST_PEER, detail[:300]
-    elif isinstance(error, PeerFailedError):
-        kind = CauseKind.FOLLOWED
-        peer = error.peer
-        detail = error.message
-    elif isinstance(error, NonFiniteError):
-        kind = CauseKind.NOT_FINITE
-    elif isinstance(error, SpikeError):
-        kind = CauseKind.SPIKE
-    elif isinstance(error, UserError) and error.exit_code == EXIT_REFUSED:
-        kind = CauseKind.REFUSED
-    elif not isinstance(error, UserError):
-        detail = f"{type(error).__name__}: {error}"
-    cause = Cause(kind, peer=peer, detail=" ".join(detail.split()))  # always one line
-    if heartbeat is None:
-        return cause
-    return dataclasses.replace(cause, host=heartbeat.rank.host, rank=heartbeat.rank.index, phase=heartbeat.record.phase)
 
 
 def report_end(cause: Cause, heartbeat: HeartbeatWriter | None) -> None:

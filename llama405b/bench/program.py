@@ -20,10 +20,12 @@ from llama405b.bench import host, open_questions, runs, steps
 from llama405b.bench.host import measure_rates
 from llama405b.bench.runs import allocator_stats, describe_machine, run_in_own_process, uses_gpu
 from llama405b.bench.steps import measure_knobs, measure_more_knobs
+from llama405b.bench.trials import run_trials
 from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, UserError
 from llama405b.distributed import collectives, ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.tuning import Trials
 from llama405b.spec import probes
 from llama405b.spec.probes import (
     GPU_ONLY,
@@ -83,12 +85,14 @@ OWN_PROCESS_PROBES: dict[Probe, Callable[[str], list[Figure]]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """How probes run; ``measure_rates`` alone needs the last two."""
+    """How probes run; `rates` and `trials` alone need what follows the first two."""
 
     device: str = "auto"
     bind: bool = False
     run: PredictedRun | None = None  # the planned run
-    directory: Path | None = None  # that the probe `rates` writes to
+    directory: Path | None = None  # that `rates` writes to
+    trials: Trials | None = None  # what `trials` may try
+    run_dir: Path = Path()
 
     def join(self) -> Rank:
         """Join the other ranks."""
@@ -97,10 +101,13 @@ class Options:
             ranks.bind_cores(rank)
         return rank
 
-    def measure(self, probe: Probe, rank: Rank | None) -> list[Figure]:
+    def measure(self, probe: Probe, rank: Rank | None, within_s: float) -> list[Figure]:
         """Run one probe; ``rank``: None for probes that start their own runs."""
         if rank is None:
             return OWN_PROCESS_PROBES[probe](self.device)
+        if probe is Probe.TRIALS:
+            assert self.trials
+            return run_trials(rank, self.trials, self.run_dir, within_s)
         if probe is not Probe.RATES:
             return PROBE_FUNCTIONS[probe](rank)
         assert self.run
@@ -134,7 +141,7 @@ def run_probes_here(
         result = (
             ProbeResult(probe, rank.world_size, n_hosts, skipped=True)
             if is_late
-            else _run_probe(probe, rank, n_hosts, options)
+            else _run_probe(probe, rank, n_hosts, options, deadline - time.monotonic())
         )
         if rank.is_rank0:
             on_result(result)
@@ -150,13 +157,15 @@ def _run_isolated(probe: Probe, deadline: float, options: Options) -> ProbeResul
     remaining_s, start = deadline - time.monotonic(), time.monotonic()
     if remaining_s < _min_time_s(probe, uses_gpu(options.device)):
         return ProbeResult(probe, 1, 1, skipped=True)
-    limit_s = (
-        OPEN_QUESTIONS[probe].limit_s
-        if probe in OPEN_QUESTIONS
-        else max(TIMEOUT_S, SLOW_FACTOR * PROBE_INFO[probe].usual_s)
-    )
+    limit_s: float = max(TIMEOUT_S, SLOW_FACTOR * PROBE_INFO[probe].usual_s)
+    if probe in OPEN_QUESTIONS:
+        limit_s = OPEN_QUESTIONS[probe].limit_s
+    elif probe is Probe.TRIALS:  # one that has begun ends
+        limit_s = remaining_s = remaining_s + TIMEOUT_S
     try:
-        return run_in_own_process(min(remaining_s, limit_s), _run_as_only_rank, probe, options)
+        return run_in_own_process(
+            min(remaining_s, limit_s), _run_as_only_rank, probe, options, deadline - time.monotonic()
+        )
     except RuntimeError as error:
         return ProbeResult(probe, 1, 1, seconds=time.monotonic() - start, fault=str(error))
 
@@ -165,23 +174,23 @@ def _min_time_s(probe: Probe, on_gpu: bool) -> float:
     return PROBE_INFO[probe].usual_s if on_gpu else 0.0
 
 
-def _run_as_only_rank(probe: Probe, options: Options) -> ProbeResult:
+def _run_as_only_rank(probe: Probe, options: Options, within_s: float) -> ProbeResult:
     """Run a probe as the only rank, and return its result."""
     start = time.monotonic()
     try:
         rank = None if probe in OWN_PROCESS_PROBES else options.join()
     except Exception as error:  # noqa: BLE001 - the driver may raise anything
         return ProbeResult(probe, 1, 1, seconds=time.monotonic() - start, fault=_describe_error(error))
-    return _run_probe(probe, rank, 1, options)
+    return _run_probe(probe, rank, 1, options, within_s)
 
 
-def _run_probe(probe: Probe, rank: Rank | None, n_hosts: int, options: Options) -> ProbeResult:
-    """Run one probe; return a failure as a result too. ``rank``: see ``Options.measure``."""
+def _run_probe(probe: Probe, rank: Rank | None, n_hosts: int, options: Options, within_s: float) -> ProbeResult:
+    """Run one probe; return a failure as a result too. ``rank``: see ``Options.measure``; ``within_s``: the time that is left."""
     start = time.monotonic()
     figures = []
     fault = ""
     try:
-        figures = options.measure(probe, rank)
+        figures = options.measure(probe, rank, within_s)
     except Exception as error:  # noqa: BLE001 - CUDA, NCCL and allocations may raise anything
         fault = _describe_error(error)
     on_gpu = rank.on_gpu if rank else uses_gpu(options.device)
@@ -199,8 +208,10 @@ def _describe_error(error: Exception) -> str:
 
 def main(args: argparse.Namespace) -> int:
     """Run the verb on this machine's first GPU; return the exit code."""
-    if args.env or args.setup_line:
-        raise UserError("bench: --env and --setup-line are for hosts; name a hosts file, or leave them out")
+    if args.env or args.env_file or args.secret or args.setup_line:
+        raise UserError(
+            "bench: --env, --env-file, --secret and --setup-line are for hosts; name a hosts file, or leave them out"
+        )
     tests, log = probes.select_tests(args.tests), probes.ResultDirectory(args.out)
     check_bundle(args.bundle, with_host_names=args.with_host_names)
 

@@ -35,7 +35,7 @@ from llama405b.model.host_inputs import offload_inputs
 from llama405b.model.llama import checkpoint_activations
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.optimizer import master_model
-from llama405b.optim.step import train_step
+from llama405b.optim.step import StepResult, train_step
 from llama405b.optim.updater import Updater, UpdateWork
 from llama405b.parallel import fsdp, load_weights
 from llama405b.parallel.passes import ForwardBackward, build_forward_backward
@@ -179,27 +179,36 @@ def take_steps(
     module, updater = _build_model(workload, parallel, rank, model_settings)
     passes = build_forward_backward(parallel, module, rank, model_settings.loss)
     batches = (workload.batches(rank, step, [rank.index]) for step in range(count))
-    losses, seconds, work = run_steps(passes, updater, batches, rank)
+    results, seconds, work = run_steps(passes, updater, batches, rank)
     del module, passes, updater
     gc.collect()  # or its memory would be there beside the next model's
-    median = {part: statistics.median(step_seconds[part] for step_seconds in seconds[-STEPS:]) for part in seconds[0]}
-    return losses, StepTiming(median, work)
+    median = {part: elapsed_s for part, elapsed_s in median_seconds(seconds[-STEPS:]).items() if part != "data"}
+    return [result.loss for result in results], StepTiming(median, work)
+
+
+def median_seconds(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each part of steps."""
+    return {part: statistics.median(step_seconds[part] for step_seconds in seconds) for part in seconds[0]}
 
 
 def run_steps(
-    passes: ForwardBackward, updater: Updater, batches: Iterable[Sequence[Batch]], rank: Rank
-) -> tuple[list[float], list[dict[str, float]], UpdateWork | None]:
-    """Take a step per batch; return the losses, the seconds by part, and the last step's update."""
-    losses, seconds, work = [], [], None
+    passes: ForwardBackward, updater: Updater, batches: Iterable[Sequence[Batch]], rank: Rank, max_norm: float = 1.0
+) -> tuple[list[StepResult], list[dict[str, float]], UpdateWork | None]:
+    """Take a step per batch; return their results, the seconds by part, and the last step's update.
+
+    A step without a target has no result.
+    """
+    results, seconds, work = [], [], None
+    timer = StepTimer(rank.device)
     for microbatches in batches:
-        timer = StepTimer(rank.device)
-        result = train_step(passes, updater, microbatches, max_norm=1.0, on_phase_end=timer.mark)
-        assert result, "every token is a target"
-        losses.append(result.loss)
+        timer.mark("data")
+        result = train_step(passes, updater, microbatches, max_norm=max_norm, on_phase_end=timer.mark)
+        results += [result] if result else []
         seconds.append(timer.seconds())
         work = updater.work()
+        timer = StepTimer(rank.device)
     updater.wait()
-    return losses, seconds, work
+    return results, seconds, work
 
 
 def measure_layer(offload: Offload, rank: Rank) -> list[Figure]:
@@ -326,12 +335,14 @@ def _take_mesh_steps(parallel: Parallel, rank: Rank) -> tuple[list[float], float
         rank.world_size // rank.dp.size
     )  # the batch has one sequence per rank; ranks of one dp coordinate share theirs
     numbers = range(rank.dp.rank * per_rank, (rank.dp.rank + 1) * per_rank)
-    losses, seconds, _ = run_steps(
+    results, seconds, _ = run_steps(
         passes, updater, (EXACT.batches(rank, step, numbers) for step in range(1 + STEPS)), rank
     )
     del model, master, passes, updater
     gc.collect()  # or its memory would be there beside the next model's
-    return losses, statistics.median(sum(step_seconds.values()) for step_seconds in seconds[1:])
+    return [result.loss for result in results], statistics.median(
+        sum(step_seconds.values()) for step_seconds in seconds[1:]
+    )
 
 
 # A full-size embedding, and enough layers for inputs to come back one layer ahead.

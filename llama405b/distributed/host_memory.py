@@ -8,7 +8,9 @@ Without a GPU, copies are synchronous. Timers use CUDA events. Knows devices and
 """
 
 import contextlib
+import ctypes
 import dataclasses
+import gc
 import mmap
 import resource
 import time
@@ -71,6 +73,19 @@ def peak_memory(*, on_gpu: bool) -> PeakMemory:
     stats = torch.cuda.memory_stats()
     names = ("reserved_bytes.all.peak", "allocated_bytes.all.peak", "num_alloc_retries", "num_ooms")
     return PeakMemory(*(stats.get(name, 0) for name in names))
+
+
+def reset_peak_memory(*, on_gpu: bool) -> None:
+    """Give back memory that is not in use, and begin to count the peak anew."""
+    gc.collect()
+    if on_gpu:
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return
+    ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):  # some containers forbid it
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def allocate_blocks(

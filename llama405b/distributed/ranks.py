@@ -13,6 +13,7 @@ Knows torchrun's environment, /sys and the scheduler; not what ranks exchange.
 import contextlib
 import dataclasses
 import datetime
+import gc
 import os
 import socket
 from collections.abc import Collection, Mapping, Sequence
@@ -180,6 +181,13 @@ def share_timeout() -> None:
     for group in dist.distributed_c10d._world.pg_map if options else ():
         if group.group_desc != BACKGROUND_GROUP:
             dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+
+
+def leave_other_groups() -> None:
+    """Destroy all groups but that of all ranks: each keeps connections, and on GPUs memory."""
+    gc.collect()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def leave_process_group() -> None:

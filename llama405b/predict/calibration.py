@@ -42,15 +42,15 @@ class MeasuredStep:
     micro_batch: int
     global_batch: int
     data_s: float
-    forward_s: float
+    forward_s: float  # 0: with a pipeline, it is part of the backward
     backward_s: float
     optimizer_s: float
     peak_bytes: int  # of rank 0: its GPU, with what the allocator keeps, or its process
     waited_s: float = 0.0  # of the forward, for updates in host memory
 
     def __post_init__(self) -> None:
-        counts, times = (self.layers + 1, self.micro_batch, self.global_batch), (self.forward_s, self.backward_s)
-        if min(counts) < 1 or not all(0 < elapsed_s < math.inf for elapsed_s in times):
+        counts = (self.layers + 1, self.micro_batch, self.global_batch)
+        if min(counts) < 1 or self.forward_s < 0 or not 0 < self.backward_s < math.inf:
             raise ValueError("a step has no layers or no batch, or takes no time")
 
     @property
@@ -91,6 +91,7 @@ class Calibration:
     hosts: tuple[str, ...]  # their names
     gpu: str  # of each
     made: str  # the day
+    tuned: bool = False  # the run is the fastest of those that were tried on these hosts
 
     def __post_init__(self) -> None:
         run, counts = self.load, (self.load.micro_batch, self.load.ranks_per_host, self.load.world)
@@ -103,14 +104,15 @@ class Calibration:
         return dataclasses.replace(run, **save_settings) == self.load
 
     def covers_run(self, run: PredictedRun, gpu: Gpu) -> bool:
-        """Check whether the rates hold for a run.
+        """Check whether it tells about a run on such GPUs: its own steps do, or its rates.
 
-        They do with the same GPUs, model, adapter, sequence, numerics, attention and packing, and without tp, cp and pp.
+        The rates hold for the same model, adapter, sequence, numerics, attention and packing, and without tp, cp and pp.
         """
-        if run.is_split:
+        if gpu.name != self.gpu:
             return False
         fields = ("llama", "seq_len", "numerics", "attention", "packing", "adapter")
-        return gpu.name == self.gpu and all(getattr(run, name) == getattr(self.load, name) for name in fields)
+        is_alike = all(getattr(run, name) == getattr(self.load, name) for name in fields)
+        return self.matches_run(run) or (is_alike and not (run.is_split or self.load.is_split))
 
     def with_measured_steps(self, needs: Estimate) -> Estimate:
         """Return the estimate with the measured steps in place of the predicted time."""
@@ -123,20 +125,24 @@ class Calibration:
         return dataclasses.replace(needs, time=time)
 
     def with_measured_rates(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with measured rates, and with the step time and memory that those do not explain."""
-        calibrated = self._with_rates(cluster)
+        """Return the cluster with measured rates, and with the step time and memory that those do not explain.
+
+        Of a run with tp, cp or pp only with the memory.
+        """
+        needs = estimate(self._run_at(self.more), cluster)
+        beyond = self.more.peak_bytes - (sum(needs.reserved_by_pool.values()) or needs.peak.total)
+        if not (cluster.gpu.is_cpu or needs.reserved_by_pool):  # what PyTorch reserves grows with the layers, too
+            reserved_bytes = self._extrapolate(lambda point: point.peak_bytes)
+            beyond = reserved_bytes - estimate(self.load, cluster).peak.total
+        runtime_bytes = (0 if cluster.gpu.is_cpu else RUNTIME_BYTES) + max(0.0, beyond)
+        calibrated = dataclasses.replace(cluster, runtime_bytes=runtime_bytes)
+        if self.load.is_split:
+            return calibrated
+        calibrated = self._with_rates(calibrated)
         assert calibrated.rates
         time_factor, delay_s = self._unexplained_time(calibrated)
-        measured_estimate = estimate(self._run_at(self.more), cluster)
-        predicted_bytes = (
-            sum(measured_estimate.reserved_by_pool.values()) or measured_estimate.peak.total
-        )  # as the peak that was measured: what PyTorch kept
-        return dataclasses.replace(
-            calibrated,
-            rates=dataclasses.replace(calibrated.rates, whole=time_factor, delay_s=delay_s),
-            runtime_bytes=(0 if cluster.gpu.is_cpu else RUNTIME_BYTES)
-            + max(0.0, self.more.peak_bytes - predicted_bytes),
-        )
+        rates = dataclasses.replace(calibrated.rates, whole=time_factor, delay_s=delay_s)
+        return dataclasses.replace(calibrated, rates=rates)
 
     def _unexplained_time(self, calibrated: Cluster) -> tuple[float, float]:
         """Fit a factor on the predicted time, and a delay of every layer, to the steps of two micro-batches."""
@@ -205,9 +211,13 @@ class Calibration:
         return layer_s(1.0, math.inf) / max(measured_s / 2, measured_s - layer_s(math.inf, self.alone.device_update))
 
     def _extrapolate(self, value_of: Callable[[MeasuredStep], float]) -> float:
-        """Extrapolate linearly to all of the run's layers; the line does not fall."""
-        slope = max(0.0, (value_of(self.more) - value_of(self.few)) / max(1, self.more.layers - self.few.layers))
-        return value_of(self.more) + slope * (self.load.llama.layers - self.more.layers)
+        return extrapolate(self.few, self.more, self.load.llama.layers, value_of)
+
+
+def extrapolate(few: MeasuredStep, more: MeasuredStep, layers: int, value_of: Callable[[MeasuredStep], float]) -> float:
+    """Extrapolate what was measured with two numbers of layers linearly to another; the line does not fall."""
+    slope = max(0.0, (value_of(more) - value_of(few)) / max(1, more.layers - few.layers))
+    return value_of(more) + slope * (layers - more.layers)
 
 
 def _rates_at_full(gpu: Gpu) -> Rates:

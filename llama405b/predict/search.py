@@ -109,7 +109,10 @@ class Prediction:
         return Prediction.from_run(run, self.cluster, self.ram_bytes)
 
     def with_calibration(self, measured: Calibration) -> "Prediction":
-        """Apply a calibration; unchanged if that was of other GPUs, or of another model, sequence or numerics."""
+        """Apply a calibration; unchanged if that was of other GPUs, or of another model, sequence or numerics.
+
+        Of runs with tp, cp or pp only the measured one itself is covered: the rates are not of their parts.
+        """
         if not measured.covers_run(self.run, self.cluster.gpu):
             return self
         cluster = measured.with_measured_rates(self.cluster)
@@ -147,17 +150,17 @@ class Prediction:
         needs, has = self.needs, self.cluster.gpu.memory_bytes
         if self.cluster.gpu.is_cpu:
             return Fit.from_sizes(needs.gpu_bytes, has, self.memory_spread)
-        return Fit.from_gpu_bytes(needs.gpu_bytes, has, lambda: needs.gpu_reserved_bytes)
+        return Fit.from_gpu_bytes(needs.gpu_bytes, has, lambda: self.kept_bytes)
 
     @property
     def knows_kept_bytes(self) -> bool:
         """Whether ``kept_bytes`` is predicted, and not a bound."""
-        return self.cluster.gpu.is_cpu or bool(self.needs.reserved_by_pool)
+        return self.cluster.gpu.is_cpu or self._is_measured or bool(self.needs.reserved_by_pool)
 
     @property
     def kept_bytes(self) -> float:
         """Bytes that PyTorch, CUDA and NCCL keep of a GPU, or the most that they are taken to; of a rank on a CPU, what it holds."""
-        bound = 1.0 if self.cluster.gpu.is_cpu else RESERVED_BOUND
+        bound = 1.0 if self.cluster.gpu.is_cpu or self._is_measured else RESERVED_BOUND
         return self.needs.gpu_reserved_bytes or self.needs.gpu_bytes * bound
 
     @property
@@ -313,7 +316,7 @@ def remedies(prediction: Prediction) -> list[tuple[str, Prediction]]:
     If the run does not surely fit, changes that fit better help; else changes that make it faster by more than 1 %.
     """
     run, cluster = prediction.run, prediction.cluster
-    changes = [change for change in _single_changes(run) if change[-1] != run and is_runnable(change[-1], cluster)]
+    changes = [change for change in single_changes(run) if change[-1] != run and is_runnable(change[-1], cluster)]
     if cluster.rates:  # measured with these numerics
         changes = [change for change in changes if change[-1].numerics == run.numerics]
     candidates = [(setting, value, prediction.with_run(other)) for setting, value, other in changes]
@@ -340,7 +343,7 @@ def remedies(prediction: Prediction) -> list[tuple[str, Prediction]]:
     return [*best_of_setting.values()]
 
 
-def _single_changes(run: PredictedRun) -> list[tuple[str, str, PredictedRun]]:
+def single_changes(run: PredictedRun) -> list[tuple[str, str, PredictedRun]]:
     """Return all single changes, each as a setting, what follows that in its label, and the changed run."""
     change, batch = functools.partial(dataclasses.replace, run), 2 * run.dp  # of twice the hosts
     return [

@@ -21,6 +21,7 @@ from llama405b.contract.software import code_version
 
 LINE_PREFIX = "probe "
 FIGURES_PER_LINE = 500
+MEMORY_IS_FULL = "memory is full"  # a figure of `trials`: new processes are to go on
 
 
 class Probe(enum.StrEnum):
@@ -48,6 +49,7 @@ class Probe(enum.StrEnum):
     PRODUCTS = "products"
     HOST_LINKS = "host-links"
     RATES = "rates"
+    TRIALS = "trials"
     KNOBS = "knobs"
     KNOBS_2 = "knobs-2"
     COMMS = "comms"
@@ -97,7 +99,7 @@ DEEP_PROBES = (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.COLLECTIVES)  # those of 
 BENCH_PROBES = tuple(
     probe
     for probe in Probe
-    if probe not in (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.RATES, *KNOB_PROBES, *OPEN_QUESTIONS)
+    if probe not in (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.RATES, Probe.TRIALS, *KNOB_PROBES, *OPEN_QUESTIONS)
 )
 FULL_RUN_PROBES = (Probe.ACCUMULATION, Probe.RESUME, Probe.PACKED, Probe.RANK0, Probe.FSDP1, Probe.EVALUATION)
 ONE_RANK_ONLY = (
@@ -158,6 +160,7 @@ PROBE_INFO = {
     Probe.PRODUCTS: ProbeInfo(25),
     Probe.HOST_LINKS: ProbeInfo(60),
     Probe.RATES: ProbeInfo(60),
+    Probe.TRIALS: ProbeInfo(60),
     Probe.KNOBS: ProbeInfo(150, "the recipe's settings alone and together", LAST_SETTING_ADVICE),
     Probe.KNOBS_2: ProbeInfo(150, "settings that trade memory for speed", LAST_SETTING_ADVICE),
     **dict.fromkeys(OPEN_QUESTIONS, ProbeInfo(20)),
@@ -203,6 +206,7 @@ class ProbeResult:
     failed_on: str = ""  # the host; "": not one alone
     skipped: bool = False  # there was no time left
     more: bool = False  # of its figures follow
+    trial: str = ""  # of `trials`, the settings that began, or with figures what they gave; "": the whole probe
     software: Software | None = None
     allocator: dict[str, int] = dataclasses.field(default_factory=dict)  # torch's statistics of rank 0's GPU
 

@@ -85,6 +85,38 @@ class Standin:
         assert done.returncode == 0, done.stdout + done.stderr
         return [json.loads(path.read_text()) for path in sorted(notes.iterdir()) if path.suffix == ".json"]
 
+    def try_out(self, candidates, compared_layers, world):
+        """Try settings of the model with `tune`'s program; returns what each gave, by label."""
+        from llama405b.contract import reader
+        from llama405b.predict.tuning import Trials
+        from llama405b.spec.probes import decode_results
+        from llama405b_tools.launch.probes import parse_trial
+
+        cwd = self.directory / f"trials-{next(self.numbers)}"
+        cwd.mkdir()
+        given = {
+            "--model.weights": "random",
+            "--checkpoint.every": 0,
+            "--evaluation.every": 0,
+            "--training.global_batch_size": 4,
+            "--parallel.numerics": "fp32-master",
+        }
+        pairs = (
+            dict(zip(FLAGS[::2], FLAGS[1::2], strict=True))
+            | given
+            | dict(zip(*[iter(map(str, self.data))] * 2, strict=True))
+        )
+        flags = [
+            f"{name}={value}"
+            for name, value in (pairs | {"--training.max_steps": 100}).items()
+            if name != "--evaluation.fraction"
+        ]
+        trials = Trials(tuple(flags), tuple(candidates), 2, compared_layers)
+        done = run_program("standin_rig:tuner", reader.dumps(trials), cwd=cwd, world=world, timeout_s=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        results = decode_results(done.stdout.splitlines())
+        return {result.trial: parse_trial(result) for result in results if result.figures}
+
 
 def _write_documents(directory):
     texts = (" ".join(text.split()) for text in (ROOT / "LICENSE").read_text().split("\n\n") * 4)
@@ -178,11 +210,21 @@ def climber():
         me = None
     else:
         me = options.join()
-    results = [program._run_probe(Probe(name), me, 1, options) for name in sys.argv[1:]]
+    results = [program._run_probe(Probe(name), me, 1, options, 600.0) for name in sys.argv[1:]]
     faults = {result.probe: result.fault for result in results if result.fault}
     figures = {result.probe: len(result.figures) for result in results}
     found = {kind: counts()[kind][0] for kind in FOUND}
     _note({"faults": faults, "figures": figures, "allocator": results[-1].allocator, "found": found})
+
+
+def tuner():
+    """Try settings on one rank."""
+    from llama405b.bench import program, trials
+    from llama405b.contract import reader
+    from llama405b.predict.tuning import Trials
+
+    trials.TIMED_S = 0.1
+    trials.run_trials(program.Options("cuda").join(), reader.loads(Trials, sys.argv[1], "the trials"), Path("r"), 600.0)
 
 
 def in_fork(target, *args):

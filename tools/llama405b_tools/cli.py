@@ -30,6 +30,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "doctor": ("llama405b_tools.verbs.doctor", "check that the hosts are fit to train and agree with each other"),
     "setup": ("llama405b_tools.verbs.setup", "install the project and its environment on bare hosts"),
     "push": ("llama405b_tools.verbs.push", "copy code or a checkpoint to every host"),
+    "tune": ("llama405b_tools.verbs.tune", "try settings on the hosts, and keep the fastest"),
     "launch": ("llama405b_tools.verbs.launch", "start a run on all hosts or on none"),
     "status": ("llama405b_tools.verbs.status", "show a run's progress and its state on every host"),
     "report": ("llama405b_tools.verbs.report", "show a run's loss curve and where its time went; write an HTML page"),
@@ -70,6 +71,7 @@ GROUPS = {
         "setup",
         "doctor",
         "push",
+        "tune",
         "launch",
         "status",
         "report",
@@ -90,8 +92,8 @@ def usage() -> str:
     lines = list[str]()
     for title, verbs in GROUPS.items():
         lines += [f"{title}:"] + [f"  {verb:8} {VERBS[verb][1]}" for verb in verbs]
-    lines[0] = f"usage: llama405b VERB …   Fully fine-tune Llama 3.1 405B over SSH (VERB --help); {lines[0]}"
-    return "\n".join([*lines, "example: llama405b launch hosts --preset llama3.1-405b --data.paths corpus --follow"])
+    lines[0] = f"usage: llama405b VERB …, like llama405b launch hosts --preset demo (VERB --help); {lines[0]}"
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

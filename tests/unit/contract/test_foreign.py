@@ -8,7 +8,8 @@ import torch.distributed as dist
 from conftest import ROOT
 from llama405b.contract.records import describe_cause
 from llama405b.distributed.collectives import is_lost_peer, says_lost_peer
-from llama405b.train import cause_of, report_end
+from llama405b.train import report_end
+from llama405b.training.context import cause_of
 from llama405b_tools.parsers import parse_failed_ranks, parse_torchrun_signal
 
 FOREIGN = ROOT / "tests/data/foreign"

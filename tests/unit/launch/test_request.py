@@ -134,11 +134,12 @@ def test_resume_alone_means_auto_and_hides_no_other_flag():
 
 def test_no_trial_evaluates_more_than_a_moment():
     """Before its first step either would take as long as the held-out data is."""
+    from llama405b.settings import command
     from llama405b_tools.launch import probes
 
     request = parse("--evaluation.every", "5", "--evaluation.paths", "held.txt", "--rehearse")
     assert probes.rehearsal_request(request).config.evaluation.max_sequences == 1
-    assert not probes._calibration_request(request, "2", {}).config.evaluation.is_enabled
+    assert not command.parse(probes.trial_flags(request)).config.evaluation.is_enabled
 
 
 ONLY = "--evaluate-only"

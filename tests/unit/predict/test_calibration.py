@@ -248,7 +248,8 @@ def test_it_is_kept_for_its_hosts(tmp_path):
         ("alone", {"gather": 0.0}),
         ("alone", {"disk": -1.0}),
         ("few", {"layers": 0}),
-        ("more", {"forward_s": 0.0}),
+        ("more", {"forward_s": -1.0}),
+        ("more", {"backward_s": 0.0}),
     ],
 )
 def test_what_cannot_have_been_measured_is_not_read(tmp_path, part, change):

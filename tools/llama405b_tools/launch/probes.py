@@ -5,15 +5,15 @@ Probes (``llama405b.bench``) are launched like any run; each result is reported 
 A rehearsal is a complete run on the real hosts, with the real layer shapes but only two layers. First the three tests of ``bench`` that
 need nothing: a collective, all collectives checked, copies. Then start, load (random weights, made by each rank), two steps, save, a
 third step, kill -9, resume, and the step after the checkpoint again, with the same loss. A failure is reported with its phase and host.
-The checkpoints are deleted. Every host ends its part by itself once this process is gone.
+The checkpoints are deleted. Every host ends its part of all these by itself once this process is gone.
 
-A calibration times a planned run's own steps on its hosts, with random weights and few of its layers, and measures rates.
+Trials time steps of runs on the real hosts, with random weights and few of their layers: a calibration those of a planned run, ``tune``
+those with other settings as well. Both measure rates before that.
 """
 
 import contextlib
 import dataclasses
 import io
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,13 @@ from llama405b.contract.records import Metrics
 from llama405b.predict.calibration import Calibration, MeasuredStep, StandaloneRates, layers_to_measure
 from llama405b.predict.hardware import Gpu
 from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.tuning import Candidate, Trials
 from llama405b.settings import command
-from llama405b.settings.config import with_global_batch
 from llama405b.spec.plan import REHEARSAL, Plan
 from llama405b.spec.probes import (
+    MEMORY_IS_FULL,
     REHEARSAL_PROBES,
+    Figure,
     Probe,
     ProbeResult,
     decode_results,
@@ -82,24 +84,31 @@ def run_probes(
     expected = [probe for probe in probes if supports_world_size(probe, plan.world_size)]
     results: list[ProbeResult] = []
 
+    def count_whole() -> int:
+        return sum(not result.trial for result in results)
+
     def collect_results(monitor: RunMonitor) -> bool:
         for result in decode_results(monitor.output_lines):
-            if result.probe not in [previous.probe for previous in results]:
+            key = _key(result)
+            if key not in map(_key, results):
                 results.append(result)
                 with contextlib.redirect_stdout(screen):
                     on_result(result)
-        return len(results) == len(expected) or time.monotonic() - start_s > within_s + SLACK_S
+        return count_whole() == len(expected) or time.monotonic() - start_s > within_s + SLACK_S
 
+    leases = Leases(plan, fleet)
     try:
+        leases.acquire()
         with contextlib.redirect_stdout(io.StringIO()):  # but for what ``say`` prints
             monitor = watch_run(fleet, plan, until=collect_results)
         collect_results(monitor)
     finally:
         stop_everywhere(plan, fleet)
-    if len(results) < len(expected) and not any(result.fault for result in results):
+        leases.release()
+    if count_whole() < len(expected) and not any(result.fault for result in results):
         worst, elapsed_s = monitor.worst_failure(), time.monotonic() - start_s
         fault, failed_host = (failure_words(worst), worst.host) if worst else ("the run ended without a result", "")
-        missing_probe = expected[len(results)]
+        missing_probe = expected[count_whole()]
         results.append(
             ProbeResult(
                 missing_probe, plan.world_size, len(plan.nodes), seconds=elapsed_s, fault=fault, failed_on=failed_host
@@ -107,6 +116,10 @@ def run_probes(
         )
         on_result(results[-1])
     return results
+
+
+def _key(result: ProbeResult) -> tuple[Probe, str, bool]:
+    return result.probe, result.trial, bool(result.figures or result.fault)
 
 
 def stop_everywhere(plan: Plan, fleet: Fleet, *, hard: bool = False, discard: bool = False) -> None:
@@ -117,7 +130,9 @@ def stop_everywhere(plan: Plan, fleet: Fleet, *, hard: bool = False, discard: bo
 
 
 LAYERS, SAVE_EVERY, STEPS = 2, 2, 3
-MAX_STEPS = 30  # small models take some before they are killed; so does a host that cannot see that nobody watches
+MAX_REHEARSAL_STEPS = (
+    30  # small models take some before they are killed; so does a host that cannot see that nobody watches
+)
 KEPT_CHECKPOINTS = 2  # checkpoints: the step after the newest may not have been taken before the kill
 STEP_LIMIT_S, TESTS_S = 120.0, 60.0
 TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in a different order
@@ -188,7 +203,7 @@ def rehearsal_request(request: LaunchRequest) -> LaunchRequest:
         "model.layers": min(layers, config.model.layers or layers),
         "model.weights": "random",
         "adapter.path": "",  # which is of all layers
-        "training.max_steps": MAX_STEPS,
+        "training.max_steps": MAX_REHEARSAL_STEPS,
         "checkpoint.every": SAVE_EVERY if config.checkpoint.cadence.is_enabled else 0,
         "checkpoint.keep": KEPT_CHECKPOINTS,
         "checkpoint.after_save": "",
@@ -270,8 +285,17 @@ def _failure_phase(worst: Failure, monitor: RunMonitor) -> str:
     return fmt_if("in phase {}", "/".join(phases)) or "before its ranks started"
 
 
-WARMUP_STEPS, MEASURED_STEPS = 3, 15  # steps before those that are timed, and all
-RATES_S = 120.0
+CALIBRATION_S = 1800.0
+AS_SET = "as set"  # the label of the settings as they were asked for
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """What one trial gave: medians of steps with few layers and with more, or why it failed."""
+
+    points: tuple[MeasuredStep, ...] = ()
+    first_steps: tuple[float, ...] = ()  # losses, then gradient norms
+    fault: str = ""  # where, and why
 
 
 def calibrate(
@@ -283,104 +307,125 @@ def calibrate(
         UserError: The request is wrong; nothing was started.
         RunError: A host is not fit, or it fails there.
     """
-    min_layers, max_layers = layers_to_measure(predicted_run.llama.layers)
-    small = measure_steps(request, hosts, fleet, min_layers)
-    large = measure_steps(request, hosts, fleet, max_layers) if max_layers > min_layers else small
+    layers = layers_to_measure(predicted_run.llama.layers)
     micro_batch = predicted_run.micro_batch // 2 or 2
-    try:
-        other_batch = measure_steps(request, hosts, fleet, large.layers, micro_batch, micro_batch * predicted_run.world)
-    except RunError:  # it may not fit
-        other_batch = None
-    rates = measure_standalone_rates(request, hosts, fleet, predicted_run)
+    other_batch = (
+        f"--training.micro_batch_size={micro_batch}",
+        f"--training.global_batch_size={micro_batch * predicted_run.world}",
+    )
+    candidates = (
+        Candidate(AS_SET, (), {}, 0.0, layers),
+        Candidate("another micro-batch", other_batch, {}, 0.0, layers[1:]),
+    )
+    trials = Trials(trial_flags(request), candidates, predicted_run.llama.layers)
+    rates, found = run_trials(request, hosts, fleet, trials, CALIBRATION_S, predicted_run)
+    asked, other = (found.get(candidate.label, Trial(fault="not enough time")) for candidate in candidates)
+    if asked.fault:
+        raise RunError(f"with few layers, {asked.fault}")
+    few, more = asked.points[0], asked.points[-1]
+    other_point = other.points[0] if other.points else None  # it may not fit
     return Calibration(
-        predicted_run, small, large, other_batch, rates, tuple(host.name for host in hosts), gpu.name, created
+        predicted_run, few, more, other_point, rates, tuple(host.name for host in hosts), gpu.name, created
     )
 
 
-def measure_steps(
-    request: LaunchRequest,
-    hosts: Sequence[Host],
-    fleet: Fleet,
-    layers: int,
-    micro_batch: int = 0,
-    global_batch: int = 0,
-) -> MeasuredStep:
-    """Run steps with so many layers (0: all) and batch sizes (0: as planned); return their medians."""
-    settings: dict[str, object] = {"model.layers": layers}
-    if micro_batch:
-        settings |= {"training.micro_batch_size": micro_batch, "training.global_batch_size": global_batch}
-    trial = _calibration_request(
-        request, f"{layers or 'all'}-{micro_batch}" if micro_batch else f"{layers or 'all'}", settings
-    )
-    assert trial.config
-    plan = launch(trial, hosts, fleet, on_line=lambda _: None)
-    pace = Pace(load_s=trial.config.timeouts.load, min_hang_s=STEP_LIMIT_S)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            monitor = watch_run(fleet, plan, pace, lambda monitor: monitor.newest_step >= MEASURED_STEPS)
-    finally:
-        stop_everywhere(plan, fleet)
-    if monitor.newest_step < MEASURED_STEPS:
-        worst = monitor.worst_failure()
-        why = f"{worst.host}: {failure_words(worst)}" if worst else f"the run ended before step {MEASURED_STEPS}"
-        raise RunError(
-            f"with {layers or 'all'} layers, {why}; `{fleet.command_to_type('logs', plan.run)}` shows every rank"
-        )
-    training = with_global_batch(trial.config, plan.axes(trial.config.parallel)).training
-    steps = [metrics for metrics in monitor.metrics if metrics.step > WARMUP_STEPS]
-    return _median_step(layers, training.micro_batch_size, training.global_batch_size, steps)
+def run_trials(
+    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, trials: Trials, within_s: float, rates_of: PredictedRun,
+    on_trial: Callable[[str, Trial | None], object] = lambda *_: None,
+) -> tuple[StandaloneRates, dict[str, Trial]]:  # fmt: skip
+    """Measure the hosts' rates, and then steps with the settings of trials; return both, the trials by label.
+
+    All are measured by the same processes while none fails, and while there is memory to pin. ``on_trial`` gets each label, first with None
+    as it begins. ``rates_of``: the run whose layers and units the rates are of.
+
+    Raises:
+        UserError: The request is wrong; nothing was started.
+        RunError: A host is not fit, or no process starts there; nothing is left running.
+    """
+    asked = trials.candidates[0]
+    flags = (*trials.flags, *asked.flags, f"--model.layers={min(asked.layers)}")
+    first = command.parse(flags).config
+    checked = dataclasses.replace(request, config=first, flags=flags, force_fit=True, restart=0)
+    check_and_plan(checked, hosts, fleet, is_restart=False)  # the probes know nothing of the settings
+    deadline, found, rates = time.monotonic() + within_s, dict[str, Trial | None](), list[Figure]()
+
+    def report(result: ProbeResult) -> None:
+        if result.trial:
+            found[result.trial] = parse_trial(result)
+            on_trial(result.trial, found[result.trial])
+        elif result.probe is Probe.RATES:
+            rates.extend(result.figures)
+
+    is_over = False
+    while trials.next() and time.monotonic() < deadline and not is_over:
+        run = f"{request.run}-{len(found) + 1}"
+        run_dir, trial_run = RunDir(Path("runs", run)), dataclasses.replace(request, run=run)
+        options = {
+            "--load": reader.dumps(rates_of),
+            "--bind": request.settings.parallel.numa,
+            "--directory": request.settings.checkpoint.dir or str(run_dir.checkpoints),
+            "--trials": reader.dumps(trials),
+            "--run-dir": str(run_dir.path),
+        }
+        words = [word for option in options.items() for word in option]
+        probes, left_s = [Probe.TRIALS] if rates else [Probe.RATES, Probe.TRIALS], deadline - time.monotonic()
+        logs = f"`{fleet.command_to_type('logs', run)}` shows every rank"
+        fault = ""
+        try:
+            results = run_probes(trial_run, hosts, fleet, probes, left_s, report, options=words)
+            fault = next((each.failure_reason for each in results if not (each.trial or each.passed)), "")
+            is_over = not (
+                fault or any(figure.name == MEMORY_IS_FULL and figure.value for figure in results[-1].figures)
+            )
+            if fault and not (rates and None in found.values()):
+                raise RunError(f"measuring {results[-1].probe}, {fault}; {logs}")
+        except RunError as error:
+            if not (rates and any(found.values())):
+                raise
+            show(f"no more trials: {error}")
+            is_over = True
+        for label in [label for label, trial in found.items() if trial is None]:
+            found[label] = Trial(fault=f"{fault or 'its processes ended'}; {logs}")
+            on_trial(label, found[label])
+        measured = {label: trial for label, trial in found.items() if trial}
+        seconds = {label: trials.step_s(trial.points) if trial.points else 0.0 for label, trial in measured.items()}
+        trials = dataclasses.replace(trials, seconds=seconds)
+    return StandaloneRates(**{figure.name: figure.value for figure in rates}), measured
 
 
-def measure_standalone_rates(
-    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, predicted_run: PredictedRun
-) -> StandaloneRates:
-    """Measure the rate of each part of a step, on all ranks at once."""
-    assert request.config
-    run = f"{request.run}-rates"
-    checkpoints = request.config.checkpoint.dir or str(RunDir(Path("runs", run)).checkpoints)
-    options = [
-        "--load",
-        reader.dumps(predicted_run),
-        "--directory",
-        checkpoints,
-        "--bind",
-        request.config.parallel.numa,
-    ]
-    trial = dataclasses.replace(request, run=run)
-    [result] = run_probes(trial, hosts, fleet, [Probe.RATES], RATES_S, options=options)
-    if not result.passed:
-        raise RunError(
-            f"measuring rates, {result.failure_reason}; `{fleet.command_to_type('logs', run)}` shows every rank"
-        )
-    return StandaloneRates(**{figure.name: figure.value for figure in result.figures})
-
-
-def _calibration_request(request: LaunchRequest, name: str, settings: Mapping[str, object]) -> LaunchRequest:
+def trial_flags(request: LaunchRequest) -> tuple[str, ...]:
+    """Return the settings of a launch as flags, with random weights and nothing beside the steps."""
     settings = {
-        **settings,
         "model.weights": "random",
-        "training.max_steps": MEASURED_STEPS,
+        "adapter.path": "",  # which is of all layers
+        "parallel.numa": "off",  # the probes bind each rank once, for all trials
         "checkpoint.every": 0,
         "checkpoint.dir": "",
         "checkpoint.keep_best": "false",
+        "checkpoint.after_save": "",
+        "checkpoint.delete_unsent": "false",
         "evaluation.every": "0",
         "evaluation.paths": "[]",
+        "tracking.log_model": "false",
     }
-    flags = (*request.flags, *(f"--{key}={value}" for key, value in settings.items()))
-    run = f"{request.run}-{name}"
-    return dataclasses.replace(
-        request, run=run, config=command.parse(flags).config, flags=flags, force_fit=True, restart=0
-    )
+    own = [flag for flag in request.flags if not flag.startswith("--evaluation.prompt")]  # which only add up
+    return (*own, *(f"--{key}={value}" for key, value in settings.items()))
 
 
-def _median_step(layers: int, micro_batch: int, global_batch: int, steps: Sequence[Metrics]) -> MeasuredStep:
-    def median_of(name: str) -> float:
-        return float(statistics.median(getattr(step, name) for step in steps))
-
-    exposed_s = statistics.median(
-        max(0.0, (step.exposed_s or 0.0) - step.optimizer_s) for step in steps
-    )  # beside the norm
-    return MeasuredStep(
-        layers, micro_batch, global_batch, median_of("data_s"), median_of("forward_s"), median_of("backward_s"), median_of("optimizer_s"),
-        max(step.peak_bytes for step in steps), exposed_s,
+def parse_trial(result: ProbeResult) -> Trial | None:
+    """Return what a trial gave; None: it begins."""
+    if result.fault:
+        return Trial(fault=result.fault)
+    values: dict[int, dict[str, float]] = {}
+    for figure in result.figures:
+        layers, _, name = figure.name.partition(" ")
+        values.setdefault(int(layers), {})[name] = figure.value
+    points = tuple(
+        MeasuredStep(
+            n_layers, int(v["micro_batch"]), int(v["global_batch"]), v["data_s"], v["forward_s"], v["backward_s"],
+            v["optimizer_s"], int(v["peak_bytes"]), v["waited_s"],
+        )
+        for n_layers, v in sorted(values.items())
     )  # fmt: skip
+    first_steps = [figure.value for figure in result.figures if " first " in figure.name]
+    return Trial(points, tuple(first_steps)) if points else None

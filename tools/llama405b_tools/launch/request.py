@@ -52,6 +52,10 @@ class StartOptions:
     """How a run is started and followed."""
 
     rehearse: bool = option(False, "only rehearse the run, with 2 layers: load, step, save, kill, resume")
+    tune: bool = option(
+        False,
+        "first try other settings on the hosts, as `llama405b tune` does, unless that was done for these hosts and settings",
+    )
     follow: bool = option(False, "follow the run to its end; Ctrl-C only stops following")
     plain: bool = option(False, "follow with every step on its own line, even on a terminal")
     allow_sockets: bool = option(False, "let NCCL use TCP even though the hosts have RDMA")
@@ -127,7 +131,7 @@ def launch_parser() -> OneLineParser:
     after_save_help = "run CMD in the background after each complete save, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"
     add("--after-save", default="", metavar="CMD", help=after_save_help)
     _add_options(parser.add_argument_group("guard the run"), GuardOptions)
-    _add_environment(parser.add_argument_group("environment of the ranks"))
+    add_environment(parser.add_argument_group("environment of the ranks"))
     slurm = parser.add_argument_group("Slurm")
     slurm_help = 'submit a job with these sbatch options, such as "-N 4 -p gpu"; needs no hosts file'
     slurm.add_argument("--slurm", metavar="OPTIONS", help=slurm_help)
@@ -161,7 +165,9 @@ def _given_options(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def _add_environment(group: argparse._ArgumentGroup) -> None:
+def add_environment(group: argparse._ActionsContainer) -> None:
+    """Add the options that set the environment of the ranks."""
+
     def add_list(flag: str, metavar: str, text: str, type_: type[str] | type[Path] = str) -> None:
         group.add_argument(flag, action="append", default=[], type=type_, metavar=metavar, help=text)
 
@@ -170,6 +176,13 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
     add_list("--secret", "NAME", "pass this environment variable on, only through SSH's standard input")
     setup_line_help = "shell line to run before torchrun on every host, such as 'module load cuda'"
     group.add_argument("--setup-line", default="", metavar="LINE", help=setup_line_help)
+
+
+def environment_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of the environment of the ranks, as they were given."""
+    lists = {"--env": args.env, "--env-file": args.env_file, "--secret": args.secret}
+    words = [word for name, values in lists.items() for value in values for word in (name, str(value))]
+    return [*words, *flag("--setup-line", args.setup_line)]
 
 
 def source_flags(args: argparse.Namespace) -> list[str]:
@@ -193,6 +206,8 @@ def check_flags(args: argparse.Namespace) -> None:
     _check_slurm(args)
     if args.rehearse and (args.restart or args.resume != "no"):
         raise UserError("--rehearse is a run of its own; remove --restart and --resume")
+    if args.tune and (args.rehearse or args.evaluate_only or args.resume != "no" or args.slurm is not None):
+        raise UserError("--tune: chooses the settings of a new run on SSH hosts; remove it, or what contradicts that")
     if args.evaluate_only and (args.restart or args.rehearse):
         raise UserError(f"{command.EVALUATE_ONLY} takes no step; remove --restart and --rehearse")
 
@@ -246,6 +261,7 @@ def check_program(args: argparse.Namespace, program: Sequence[str], settings: Se
         + ["--export"] * bool(args.export)
         + [command.EVALUATE_ONLY] * args.evaluate_only
         + ["--rehearse"] * args.rehearse
+        + ["--tune"] * args.tune
     )
     if for_trainer:
         raise UserError(
@@ -354,6 +370,8 @@ class LaunchRequest(GuardOptions):
     places: Mapping[str, str]  # cache and scratch on a job's nodes, like cache= and scratch= in a hosts file
     typed_in: str  # the directory
     config: Config | None = None  # None: a program of the user's own
+    preset: str = ""  # that it starts from
+    files: tuple[Path, ...] = ()  # of settings
     flags: tuple[str, ...] = ()  # the training settings, as flags
     program: tuple[str, ...] = ()
     typed: tuple[str, ...] = ()  # the command line, without --run, --resume and the program
@@ -458,7 +476,15 @@ def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
     typed = _drop_flags(argv[:end], "--run", "--resume")
     setting_layers = (config.read_preset(args.preset), *map(config.read_toml, args.config), config.read_flags(settings))
     replaced = (*config.describe_overrides(args.config), *config.describe_unused_length(*setting_layers))
-    return dataclasses.replace(request, config=resolved, flags=flags, typed=typed, overridden=replaced)
+    return dataclasses.replace(
+        request,
+        config=resolved,
+        preset=args.preset,
+        files=tuple(args.config),
+        flags=flags,
+        typed=typed,
+        overridden=replaced,
+    )
 
 
 def _gpu_hours_flag(args: argparse.Namespace) -> list[str]:

@@ -30,12 +30,7 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(prog="llama405b bench", description=__doc__)
     parser.add_argument("hosts", nargs="?", type=Path, metavar="HOSTS", help="hosts file [only this machine]")
     probes.add_options(parser)
-    parser.add_argument(
-        "--env", action="append", default=[], metavar="K=V", help="set an environment variable of the ranks"
-    )
-    parser.add_argument(
-        "--setup-line", default="", metavar="LINE", help="shell line to run first, such as module load cuda"
-    )
+    asked.add_environment(parser)
     return parser
 
 
@@ -76,9 +71,7 @@ def main(argv: Sequence[str]) -> int:
 def _launch_flags(args: argparse.Namespace) -> list[str]:
     """Return the arguments for ``launch``."""
     run = ["--run", f"bench-{time.strftime('%Y%m%d-%H%M%S')}"]
-    environment = [word for pair in args.env for word in ("--env", pair)]
-    setup = ["--setup-line", args.setup_line] if args.setup_line else []
-    return [str(args.hosts), *run, *environment, *setup, "--", "true"]
+    return [str(args.hosts), *run, *asked.environment_flags(args), "--", "true"]
 
 
 def list_scopes(hosts: Sequence[Host]) -> Iterator[tuple[str, list[Host]]]:

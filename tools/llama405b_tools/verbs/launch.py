@@ -1,13 +1,14 @@
 """Start a run on all hosts or on none, and follow or guard it."""
 
 import contextlib
+import dataclasses
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import EXIT_DETACHED, EXIT_OK, RunError
+from llama405b.contract.errors import EXIT_DETACHED, EXIT_OK, RunError, UserError
 from llama405b.contract.paths import RunDir
 from llama405b.settings import command, config
 from llama405b.spec import models
@@ -22,12 +23,13 @@ from llama405b_tools.launch import slurm
 from llama405b_tools.launch.placement import first_ranks, places_env
 from llama405b_tools.launch.probes import rehearse
 from llama405b_tools.launch.request import LaunchRequest, parse_launch
-from llama405b_tools.launch.start import launch
+from llama405b_tools.launch.start import check_and_plan, launch
 from llama405b_tools.run import backends
 from llama405b_tools.run.follow import EndKind, follow
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.words import fold_ranks
 from llama405b_tools.verbs.arguments import resolve_hosts
+from llama405b_tools.verbs.tune import tune
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
             check_guard_host(request.guard_on, request, fleet)
         elif request.restart:
             process.check_guard_directory(request.run)
+        if request.tune:
+            request = tune_first(argv, request, hosts, fleet)
         plan, lines = launch_or_adopt(request, hosts, fleet)
         lines += next_commands(request.hosts_file, plan.run, saves=request.saves)
         guard_process = None
@@ -63,6 +67,14 @@ def main(argv: Sequence[str]) -> int:
     if request.follow and guard_process:
         return guard_process.follow(request.hosts_file, plain=request.plain)
     return EXIT_OK
+
+
+def tune_first(argv: Sequence[str], request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> LaunchRequest:
+    """Find the fastest settings, unless that was done; return the request with them. What else is wrong is refused before."""
+    check_and_plan(dataclasses.replace(request, force_fit=True), hosts, fleet, is_restart=False)
+    if not tune(request, hosts, once=True):
+        raise UserError("--tune: no settings were found that have room; nothing was started")
+    return parse_launch([word for word in argv if word != "--tune"], time.time())
 
 
 def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:

@@ -378,27 +378,27 @@ def main(argv: Sequence[str]) -> int:
     if not (args.hosts or args.nodes or args.gpus):
         args.nodes, hosts_notes = _fewest_hosts(requested, args, machines)
         machines = dataclasses.replace(machines, nodes=args.nodes)
-    plan_config = _config_for(_resolve_settings(requested, args.preset, machines), machines)
+    plan_config = config_for(resolve_settings(requested, args.preset, machines), machines)
     others = {
         change: apply_machine_options(detected, machine_options(variant_args), gpus)
         for change, variant_args in what_if_variants(args, gpus, machines.slots).items()
     }
-    uncalibrated = _predict(plan_config, args.preset, None, machines)
+    uncalibrated = predict_run(plan_config, args.preset, None, machines)
     if args.calibrate:
         _calibrate(args, settings, uncalibrated, hosts)
     calibration, unused_reason = _load_calibration(args, hosts, uncalibrated)
-    prediction = _predict(plan_config, args.preset, calibration, machines)
+    prediction = predict_run(plan_config, args.preset, calibration, machines)
     _refuse_unmeasured_cpu(prediction, unused_reason)
     comparisons = {
         change: (
             other,
-            _predict(
+            predict_run(
                 _config_for_other(requested, plan_config, args.preset, other, machines), args.preset, calibration, other
             ),
         )
         for change, other in others.items()
     }
-    ranked = rank_variants(prediction, _allowed_moments(requested)) if args.search else []
+    ranked = rank_variants(prediction, allowed_moments(requested)) if args.search else []
     tokens, data_text = (
         (args.tokens, "") if args.tokens or placeholder_data_flags(args, settings) else _count_tokens(plan_config)
     )
@@ -440,7 +440,7 @@ def _compare(
     model = dataclasses.replace(requested.model, activation_checkpointing="full")
     training = dataclasses.replace(requested.training, micro_batch_size=1)
     free = dataclasses.replace(requested, parallel=plain, model=model, training=training)
-    planned = _planned_run(_config_for(free, machines), args.preset, machines)
+    planned = _planned_run(config_for(free, machines), args.preset, machines)
     if planned.numerics == "fp32":
         raise UserError("--parallel.numerics: no times are known with fp32; compare with fp32-master")
     deadline = f" within {args.deadline:g} h" if args.deadline else ""
@@ -562,18 +562,18 @@ def _fewest_hosts(requested: Config, args: argparse.Namespace, machines: Machine
     def is_legal(nodes: int) -> bool:
         candidate = dataclasses.replace(machines, nodes=nodes)
         with contextlib.suppress(UserError):
-            return bool(is_auto or _planned_run(_config_for(requested, candidate), args.preset, candidate))
+            return bool(is_auto or _planned_run(config_for(requested, candidate), args.preset, candidate))
         return False
 
     @functools.cache
     def find_fit(nodes: int) -> Fit:
         candidate = dataclasses.replace(machines, nodes=nodes)
         with contextlib.suppress(UserError):
-            planned = _config_for(_resolve_settings(requested, args.preset, candidate), candidate)
-            prediction = _predict(planned, args.preset, None, candidate)
+            planned = config_for(resolve_settings(requested, args.preset, candidate), candidate)
+            prediction = predict_run(planned, args.preset, None, candidate)
             if prediction.fit is Fit.YES or not args.search:
                 return prediction.fit
-            return max(option.fit for option in variants(prediction, _allowed_moments(requested)))
+            return max(option.fit for option in variants(prediction, allowed_moments(requested)))
         return Fit.NO
 
     counts = [*filter(is_legal, range(1, MAX_HOSTS + 1))] or [1]
@@ -598,7 +598,7 @@ def _count_tokens(requested: Config) -> tuple[float, str]:
     )
 
 
-def _allowed_moments(requested: Config) -> tuple[Moments, ...]:
+def allowed_moments(requested: Config) -> tuple[Moments, ...]:
     """Return the moment dtypes that a search may choose."""
     return ("fp32", "bf16") if requested.optimizer.betas[1] <= rules.MAX_BETA_BF16 else ("fp32",)
 
@@ -626,12 +626,12 @@ def _load_calibration(
     if not calibration.covers_run(prediction.run, prediction.cluster.gpu):
         return (
             None,
-            "it was made for another model, sequence length, numerics, attention, packing or GPU, or without tp, cp and pp",
+            "it was made for another model, sequence length, numerics, attention, packing or GPU, or another split by tp, cp or pp",
         )
     return calibration, ""
 
 
-def _resolve_settings(requested: Config, preset: str, machines: Machines) -> Config:
+def resolve_settings(requested: Config, preset: str, machines: Machines) -> Config:
     """Return the settings with auto values resolved; unchanged if the model's shape is unknown."""
     llama = find_model_shape(requested, preset)
     if llama is None or machines.gpu is None:
@@ -640,7 +640,7 @@ def _resolve_settings(requested: Config, preset: str, machines: Machines) -> Con
     return resolve_auto(requested, llama, machines.world_size, machines.slots, cluster, machines.ram_bytes)
 
 
-def _config_for(requested: Config, machines: Machines) -> Config:
+def config_for(requested: Config, machines: Machines) -> Config:
     """Return the settings for these machines; refuse what plan cannot predict."""
     axes = Axes.from_parallel(requested.parallel, machines.world_size, machines.slots)
     requested = config.with_global_batch(requested, axes)
@@ -654,18 +654,18 @@ def _config_for_other(
 ) -> Config:
     """Return the settings for other machines, with the nearest global batch that gives every rank a share if their number differs."""
     batch = planned.training.global_batch_size
-    requested = _resolve_settings(requested, preset, machines)
+    requested = resolve_settings(requested, preset, machines)
     requested = dataclasses.replace(
         requested, training=dataclasses.replace(requested.training, global_batch_size=batch)
     )
     if machines.world_size == planned_machines.world_size:
-        return _config_for(requested, machines)
+        return config_for(requested, machines)
     even_counts = MicrobatchSplit.from_training(
         requested.training, Axes.from_parallel(requested.parallel, machines.world_size, machines.slots).size(DP_AXES)
     ).even_n_microbatches
     sizes = [n_micro * requested.training.micro_batch_size for n_micro in even_counts]
     nearest = min(sizes, key=lambda size: abs(size - batch))
-    return _config_for(
+    return config_for(
         dataclasses.replace(requested, training=dataclasses.replace(requested.training, global_batch_size=nearest)),
         machines,
     )
@@ -684,7 +684,7 @@ def _planned_run(requested: Config, preset: str, machines: Machines) -> Predicte
     return PredictedRun.from_config(llama, requested, machines.world_size, machines.slots, axes)
 
 
-def _predict(requested: Config, preset: str, calibration: Calibration | None, machines: Machines) -> Prediction:
+def predict_run(requested: Config, preset: str, calibration: Calibration | None, machines: Machines) -> Prediction:
     """Predict the run, using a calibration if there is one."""
     prediction = _predict_on(_planned_run(requested, preset, machines), machines)
     return prediction.with_calibration(calibration) if calibration else prediction
@@ -734,16 +734,22 @@ def _detect_machines(
     args: argparse.Namespace, hosts: Sequence[Host], gpus: dict[str, Gpu], *, on_cpu: bool
 ) -> Machines:
     """Return the machines: as detected on the hosts, or unknown without hosts."""
+    machines = survey_machines(hosts, gpus, on_cpu=on_cpu)
+    if args.hosts and not (args.gpu or machines.gpu):
+        raise UserError(
+            f"{args.hosts}: nvidia-smi reports no GPU on these hosts; name the kind to predict for with --gpu"
+        )
+    return machines
+
+
+def survey_machines(hosts: Sequence[Host], gpus: dict[str, Gpu], *, on_cpu: bool) -> Machines:
+    """Return the machines as detected on the hosts; unknown ones without hosts."""
     versions = {
         name: package_version(name) for name in PACKAGES
     }  # versions on this machine; setup installs the same on the hosts
     machines = _survey_hosts(hosts, gpus) if hosts else dataclasses.replace(UNKNOWN_MACHINES, versions=versions)
     if on_cpu:
         machines = dataclasses.replace(machines, gpu=Gpu.for_cpu(machines.ram_bytes / max(1, machines.slots)))
-    if args.hosts and not (args.gpu or machines.gpu):
-        raise UserError(
-            f"{args.hosts}: nvidia-smi reports no GPU on these hosts; name the kind to predict for with --gpu"
-        )
     return machines
 
 
