@@ -196,15 +196,16 @@ def run_steps(
 ) -> tuple[list[StepResult], list[dict[str, float]], UpdateWork | None]:
     """Take a step per batch; return their results, the seconds by part, and the last step's update.
 
-    A step without a target has no result.
+    A step without a target counts for nothing.
     """
     results, seconds, work = [], [], None
     timer = StepTimer(rank.device)
     for microbatches in batches:
         timer.mark("data")
         result = train_step(passes, updater, microbatches, max_norm=max_norm, on_phase_end=timer.mark)
-        results += [result] if result else []
-        seconds.append(timer.seconds())
+        if result:
+            results.append(result)
+            seconds.append(timer.seconds())
         work = updater.work()
         timer = StepTimer(rank.device)
     updater.wait()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from llama405b import extend
 from llama405b.bench.steps import median_seconds, run_steps
-from llama405b.contract.errors import EXIT_FAILED
+from llama405b.contract.errors import EXIT_FAILED, UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import describe_rank_exit
 from llama405b.distributed import collectives, ranks
@@ -123,9 +123,11 @@ def _measure(config: Config, layers: int, rank: Rank, heartbeat: HeartbeatWriter
         max_norm = start.config.optimizer.max_norm
         first, seconds, _ = run_steps(passes, updater, itertools.islice(reader, WARMUP_STEPS), context.rank, max_norm)
         ranks.set_timeout(config.timeouts.step)
-        enough = math.ceil(TIMED_S / max(1e-3, sum(seconds[-1].values())))
+        enough = math.ceil(TIMED_S / max(1e-3, sum(seconds[-1].values()))) if seconds else MAX_STEPS
         [count] = collectives.all_reduce_max([min(MAX_STEPS, max(MIN_STEPS, enough))])
         _, seconds, work = run_steps(passes, updater, itertools.islice(reader, count), context.rank, max_norm)
+    if not seconds:
+        raise UserError("--data: no step has a target; prompts may be longer than --data.seq_len, or all is skipped")
     median = median_seconds(seconds)
     waited_s = max(0.0, work.exposed_s - median["optimizer"]) if work else 0.0  # beside the norm
     [peak_bytes] = collectives.all_reduce_max([peak_memory(on_gpu=rank.on_gpu).peak_bytes])

@@ -184,10 +184,14 @@ def share_timeout() -> None:
 
 
 def leave_other_groups() -> None:
-    """Destroy all groups but that of all ranks: each keeps connections, and on GPUs memory."""
+    """Destroy all groups but that of all ranks and those of meshes: each keeps connections.
+
+    torch names a mesh's groups by how many there are, and caches operations by meshes that are equal: those must stay.
+    """
     gc.collect()
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
+            dist.destroy_process_group(group)
 
 
 def leave_process_group() -> None:

@@ -45,7 +45,7 @@ class MeasuredStep:
     forward_s: float  # 0: with a pipeline, it is part of the backward
     backward_s: float
     optimizer_s: float
-    peak_bytes: int  # of rank 0: its GPU, with what the allocator keeps, or its process
+    peak_bytes: int  # the largest of all ranks: a GPU's, with what the allocator keeps, or a process's
     waited_s: float = 0.0  # of the forward, for updates in host memory
 
     def __post_init__(self) -> None:

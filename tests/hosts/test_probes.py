@@ -39,7 +39,7 @@ def test_what_is_wrong_starts_nothing(work, cli):
     for args, words in (
         (["hosts", "--tests", "strat"], "'strat' is not a test (did you mean 'start'?)"),
         (["nosuch"], "nosuch: cannot be read"),
-        (["--env", "A=1"], "--env and --setup-line are for hosts"),
+        (["--env", "A=1"], "and --setup-line are for hosts"),
     ):
         done = cli(work, "bench", *args)
         assert done.returncode == 2, done.stdout

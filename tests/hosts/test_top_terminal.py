@@ -63,7 +63,7 @@ def test_symbols_are_replaced_wherever_we_print(tmp_path):
     assert "* HEALTHY" in done.stdout
     assert "?" not in done.stdout
     usage = subprocess.run(TOP[:-1], env=ENV | ASCII, capture_output=True, text=True, timeout=60, check=False)
-    assert "usage: llama405b VERB ~  " in usage.stdout
+    assert "usage: llama405b VERB ~, like " in usage.stdout
 
 
 def test_the_mouse_stays_with_the_terminal_and_so_do_ctrl_z_and_ctrl_c(terminal):

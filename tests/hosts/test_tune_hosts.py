@@ -65,10 +65,10 @@ ONE_THREAD = ("--env", "OMP_NUM_THREADS=1")
 @pytest.mark.timeout(400)
 def test_the_fastest_settings_go_into_the_file_and_are_launched(hosts, operator, settings):
     words = ("--config", "my.toml")
-    found = operator("tune", "hosts", *words, *ONE_THREAD, "--minutes", "0.4")
+    found = operator("tune", "hosts", *words, *ONE_THREAD, "--minutes", "1")
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
-    assert re.match(r"up to 12 of \d+ settings, each with few layers and random weights, in 0.4 min:", lines[0])
+    assert re.match(r"up to 12 of \d+ settings, each with few layers and random weights, in 1 min:", lines[0])
     times = {
         label: float(seconds) for seconds, label in re.findall(r"^ +\d+ +([\d.]+) s a step; (.*)$", found.stdout, re.M)
     }
@@ -77,7 +77,8 @@ def test_the_fastest_settings_go_into_the_file_and_are_launched(hosts, operator,
     assert "left out" not in found.stdout
     assert "failed" not in found.stdout
     [best, best_s] = re.search(r"^fastest with room: (.*): ([\d.]+) s a step", found.stdout, re.M).groups()
-    assert float(best_s) <= times[best] * 1.01 == pytest.approx(min(times.values()), rel=0.03)
+    assert float(best_s) <= times[best] * 1.01
+    assert times[best] == pytest.approx(min(times.values()), rel=0.05)
     text = settings.read_text()
     written = tomllib.loads(text)
     before = tomllib.loads(MY_TOML.format(model=hosts.shared / "m"))

@@ -51,7 +51,7 @@ def test_every_way_of_loading_a_gigabyte_is_measured(tmp_path):
     assert streamed["peak_above_shards_bytes"] < baseline["peak_above_shards_bytes"] / 4
     assert streamed["shard_bytes"] == baseline["shard_bytes"] == report["forms"]["careful"]["shard_bytes"]
     assert streamed["shard_bytes"] == 2 * report["forms"]["plain"]["shard_bytes"]  # FP32, read in BF16
-    assert set(report["ratios"]) == {"streamed/baseline", "streamed/careful", "local/plain"}
+    assert set(report["ratios"]) == {"streamed/baseline", "streamed/careful", "local/plain", "local/dcp"}
 
 
 BY_PROCESS = (Probe.START, Probe.COPIES)
@@ -82,7 +82,7 @@ def test_each_test_of_a_host_passes_in_a_process_of_its_own(tmp_path, cli):
 def _measured(me, probes):
     from llama405b.bench import program
 
-    return [program._run_probe(probe, me, 1, program.Options()) for probe in probes]
+    return [program._run_probe(probe, me, 1, program.Options(), 600.0) for probe in probes]
 
 
 def test_one_rank_passes_every_other_test(tmp_path):

@@ -19,7 +19,7 @@ def test_trials_compute_the_same_and_leave_nothing_to_the_next(standin):
     candidates = [Candidate(label, flags, {}, 0.0, (2,) if flags else (1, 2)) for label, flags in SETTINGS.items()]
     found = standin.try_out(candidates, 2, world=2)
     assert [*found] == [*SETTINGS]
-    assert outliers({label: trial.first_steps for label, trial in found.items()}) == []
+    assert outliers({label: trial.first_steps for label, trial in found.items()}, "as set") == []
     for trial in found.values():
         assert trial.points[-1].layers == 2
         assert len(trial.first_steps) == 4

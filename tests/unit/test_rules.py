@@ -152,6 +152,7 @@ def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
         "pyyaml",
         "rich",
         "textual",
+        "tomlkit",
     }
     venv.create(tmp_path / "venv")
     install = [sys.executable, "-m", "pip", "--python", tmp_path / "venv/bin/python", "install", "-q", "--no-compile"]

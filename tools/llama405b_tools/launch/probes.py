@@ -5,10 +5,10 @@ Probes (``llama405b.bench``) are launched like any run; each result is reported 
 A rehearsal is a complete run on the real hosts, with the real layer shapes but only two layers. First the three tests of ``bench`` that
 need nothing: a collective, all collectives checked, copies. Then start, load (random weights, made by each rank), two steps, save, a
 third step, kill -9, resume, and the step after the checkpoint again, with the same loss. A failure is reported with its phase and host.
-The checkpoints are deleted. Every host ends its part of all these by itself once this process is gone.
+The checkpoints are deleted. Every host ends its part by itself once this process is gone.
 
 Trials time steps of runs on the real hosts, with random weights and few of their layers: a calibration those of a planned run, ``tune``
-those with other settings as well. Both measure rates before that.
+those with other settings as well. Both measure rates before that, and hosts end them by themselves, too.
 """
 
 import contextlib
@@ -66,10 +66,12 @@ def run_probes(
     on_result: OnResult = lambda _: None,
     *,
     options: Sequence[str] = (),
+    slack_s: float = SLACK_S,
 ) -> list[ProbeResult]:
     """Run probes on all ranks of these hosts; ``on_result`` gets each result as it comes. Nothing is left running.
 
-    ``options``: more options of the program. If a result that so many ranks can give is missing, the last result is a failure.
+    ``options``: more options of the program; ``slack_s``: how much longer than ``within_s`` a probe may take. If a result that so many
+    ranks can give is missing, the last result is a failure.
 
     Raises:
         UserError: The launch was refused.
@@ -94,28 +96,28 @@ def run_probes(
                 results.append(result)
                 with contextlib.redirect_stdout(screen):
                     on_result(result)
-        return count_whole() == len(expected) or time.monotonic() - start_s > within_s + SLACK_S
+        return count_whole() == len(expected) or time.monotonic() - start_s > within_s + slack_s
 
     leases = Leases(plan, fleet)
-    try:
-        leases.acquire()
+    with contextlib.ExitStack() as ending:
+        ending.callback(leases.release)
+        ending.callback(stop_everywhere, plan, fleet)
+        if Probe.TRIALS in probes:  # all others end soon by themselves
+            leases.acquire()
         with contextlib.redirect_stdout(io.StringIO()):  # but for what ``say`` prints
             monitor = watch_run(fleet, plan, until=collect_results)
         collect_results(monitor)
-    finally:
-        stop_everywhere(plan, fleet)
-        leases.release()
     if count_whole() < len(expected) and not any(result.fault for result in results):
-        worst, elapsed_s = monitor.worst_failure(), time.monotonic() - start_s
-        fault, failed_host = (failure_words(worst), worst.host) if worst else ("the run ended without a result", "")
-        missing_probe = expected[count_whole()]
-        results.append(
-            ProbeResult(
-                missing_probe, plan.world_size, len(plan.nodes), seconds=elapsed_s, fault=fault, failed_on=failed_host
-            )
-        )
+        results.append(_missing_result(expected[count_whole()], plan, monitor, time.monotonic() - start_s))
         on_result(results[-1])
     return results
+
+
+def _missing_result(probe: Probe, plan: Plan, monitor: RunMonitor, elapsed_s: float) -> ProbeResult:
+    """Return why a result is missing, as a result."""
+    worst = monitor.worst_failure()
+    fault, host = (failure_words(worst), worst.host) if worst else ("the run ended without a result", "")
+    return ProbeResult(probe, plan.world_size, len(plan.nodes), seconds=elapsed_s, fault=fault, failed_on=host)
 
 
 def _key(result: ProbeResult) -> tuple[Probe, str, bool]:
@@ -255,7 +257,7 @@ def step_to_repeat(saved: Sequence[int], losses: Mapping[int, float]) -> int:
 
 
 class Leases:
-    """Leases on the hosts: every host ends the rehearsal by itself once this process is gone."""
+    """Leases on the hosts: every host ends the run by itself once this process is gone."""
 
     def __init__(self, plan: Plan, fleet: Fleet) -> None:
         self.plan, self.fleet = plan, fleet
@@ -271,7 +273,7 @@ class Leases:
         self.streams.append(self.fleet.stream(name, starting.tether, self.plan.run, name))
 
     def release(self) -> None:
-        """Close the leases: the rehearsal was ended from here."""
+        """Close the leases: the run was ended from here."""
         for stream in self.streams:
             with contextlib.suppress(HostError):
                 stream.send(RELEASE)
@@ -286,6 +288,7 @@ def _failure_phase(worst: Failure, monitor: RunMonitor) -> str:
 
 
 CALIBRATION_S = 1800.0
+TRIAL_SLACK_S = 600.0  # a trial that has begun ends, also if its layers are compiled
 AS_SET = "as set"  # the label of the settings as they were asked for
 
 
@@ -296,6 +299,9 @@ class Trial:
     points: tuple[MeasuredStep, ...] = ()
     first_steps: tuple[float, ...] = ()  # losses, then gradient norms
     fault: str = ""  # where, and why
+
+
+OnTrial = Callable[[str, Trial | None], object]
 
 
 def calibrate(
@@ -331,7 +337,7 @@ def calibrate(
 
 def run_trials(
     request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, trials: Trials, within_s: float, rates_of: PredictedRun,
-    on_trial: Callable[[str, Trial | None], object] = lambda *_: None,
+    on_trial: OnTrial = lambda *_: None,
 ) -> tuple[StandaloneRates, dict[str, Trial]]:  # fmt: skip
     """Measure the hosts' rates, and then steps with the settings of trials; return both, the trials by label.
 
@@ -347,50 +353,81 @@ def run_trials(
     first = command.parse(flags).config
     checked = dataclasses.replace(request, config=first, flags=flags, force_fit=True, restart=0)
     check_and_plan(checked, hosts, fleet, is_restart=False)  # the probes know nothing of the settings
-    deadline, found, rates = time.monotonic() + within_s, dict[str, Trial | None](), list[Figure]()
+    deadline, rounds = time.monotonic() + within_s, TrialRounds(request, hosts, fleet, rates_of, on_trial)
+    while trials.next() and time.monotonic() < deadline and not rounds.is_over:
+        rounds.run(trials, deadline - time.monotonic())
+        steps = {
+            label: trials.step_s(trial.points) if trial.points else 0.0 for label, trial in rounds.measured.items()
+        }
+        trials = dataclasses.replace(trials, seconds=steps)
+    return StandaloneRates(**{figure.name: figure.value for figure in rounds.rates}), rounds.measured
 
-    def report(result: ProbeResult) -> None:
-        if result.trial:
-            found[result.trial] = parse_trial(result)
-            on_trial(result.trial, found[result.trial])
-        elif result.probe is Probe.RATES:
-            rates.extend(result.figures)
 
-    is_over = False
-    while trials.next() and time.monotonic() < deadline and not is_over:
-        run = f"{request.run}-{len(found) + 1}"
-        run_dir, trial_run = RunDir(Path("runs", run)), dataclasses.replace(request, run=run)
+class TrialRounds:
+    """Starts of the program that runs trials, and what these gave."""
+
+    def __init__(
+        self, request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, rates_of: PredictedRun, on_trial: OnTrial
+    ) -> None:
+        self.request, self.hosts, self.fleet, self.rates_of, self.on_trial = request, hosts, fleet, rates_of, on_trial
+        self.found: dict[str, Trial | None] = {}  # by label; None: it has begun
+        self.rates: list[Figure] = []
+        self.is_over = False
+
+    @property
+    def measured(self) -> dict[str, Trial]:
+        """The trials that ended."""
+        return {label: trial for label, trial in self.found.items() if trial}
+
+    def run(self, trials: Trials, within_s: float) -> None:
+        """Start the program once; a trial that fails ends it.
+
+        Raises:
+            RunError: Nothing was measured, and nothing can be.
+        """
+        run = f"{self.request.run}-{len(self.found) + 1}"
+        logs, fault = f"`{self.fleet.command_to_type('logs', run)}` shows every rank", ""
+        probes = [Probe.TRIALS] if self.rates else [Probe.RATES, Probe.TRIALS]
+        try:
+            results = run_probes(
+                dataclasses.replace(self.request, run=run), self.hosts, self.fleet, probes, within_s, self._take,
+                options=self._options(run, trials), slack_s=TRIAL_SLACK_S,
+            )  # fmt: skip
+            failed = next((each for each in results if not (each.trial or each.passed)), None)
+            fault = failed.failure_reason if failed else ""
+            is_full = any(figure.name == MEMORY_IS_FULL and figure.value for figure in results[-1].figures)
+            self.is_over = not (failed or is_full)
+            has_failed_trial = None in self.found.values() or any(each.trial and each.fault for each in results)
+            if failed and not (self.rates and has_failed_trial):
+                raise RunError(f"measuring {failed.probe}, {fault}; {logs}")
+        except RunError as error:
+            if not (self.rates and self.measured):
+                raise
+            show(f"no more trials: {error}")
+            self.is_over = True
+        for label in [label for label, trial in self.found.items() if trial is None]:
+            self.found[label] = Trial(fault=f"{fault or 'its processes ended'}; {logs}")
+            self.on_trial(label, self.found[label])
+
+    def _options(self, run: str, trials: Trials) -> list[str]:
+        """Return the options of the program."""
+        run_dir, settings = RunDir(Path("runs", run)), self.request.settings
         options = {
-            "--load": reader.dumps(rates_of),
-            "--bind": request.settings.parallel.numa,
-            "--directory": request.settings.checkpoint.dir or str(run_dir.checkpoints),
+            "--load": reader.dumps(self.rates_of),
+            "--bind": settings.parallel.numa,
+            "--directory": settings.checkpoint.dir or str(run_dir.checkpoints),
             "--trials": reader.dumps(trials),
             "--run-dir": str(run_dir.path),
         }
-        words = [word for option in options.items() for word in option]
-        probes, left_s = [Probe.TRIALS] if rates else [Probe.RATES, Probe.TRIALS], deadline - time.monotonic()
-        logs = f"`{fleet.command_to_type('logs', run)}` shows every rank"
-        fault = ""
-        try:
-            results = run_probes(trial_run, hosts, fleet, probes, left_s, report, options=words)
-            fault = next((each.failure_reason for each in results if not (each.trial or each.passed)), "")
-            is_over = not (
-                fault or any(figure.name == MEMORY_IS_FULL and figure.value for figure in results[-1].figures)
-            )
-            if fault and not (rates and None in found.values()):
-                raise RunError(f"measuring {results[-1].probe}, {fault}; {logs}")
-        except RunError as error:
-            if not (rates and any(found.values())):
-                raise
-            show(f"no more trials: {error}")
-            is_over = True
-        for label in [label for label, trial in found.items() if trial is None]:
-            found[label] = Trial(fault=f"{fault or 'its processes ended'}; {logs}")
-            on_trial(label, found[label])
-        measured = {label: trial for label, trial in found.items() if trial}
-        seconds = {label: trials.step_s(trial.points) if trial.points else 0.0 for label, trial in measured.items()}
-        trials = dataclasses.replace(trials, seconds=seconds)
-    return StandaloneRates(**{figure.name: figure.value for figure in rates}), measured
+        return [word for option in options.items() for word in option]
+
+    def _take(self, result: ProbeResult) -> None:
+        """Take a result as it comes."""
+        if result.trial:
+            self.found[result.trial] = parse_trial(result)
+            self.on_trial(result.trial, self.found[result.trial])
+        elif result.probe is Probe.RATES:
+            self.rates = list(result.figures)
 
 
 def trial_flags(request: LaunchRequest) -> tuple[str, ...]:

@@ -34,7 +34,8 @@ from llama405b_tools.verbs.tune import tune
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    request = parse_launch(argv, time.time())
+    now = time.time()
+    request = parse_launch(argv, now)
     for line in request.overridden:
         show(line)
     if request.slurm is not None:
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         elif request.restart:
             process.check_guard_directory(request.run)
         if request.tune:
-            request = tune_first(argv, request, hosts, fleet)
+            request = tune_first(argv, now, request, hosts, fleet)
         plan, lines = launch_or_adopt(request, hosts, fleet)
         lines += next_commands(request.hosts_file, plan.run, saves=request.saves)
         guard_process = None
@@ -69,12 +70,19 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def tune_first(argv: Sequence[str], request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> LaunchRequest:
+def tune_first(
+    argv: Sequence[str], now: float, request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet
+) -> LaunchRequest:
     """Find the fastest settings, unless that was done; return the request with them. What else is wrong is refused before."""
     check_and_plan(dataclasses.replace(request, force_fit=True), hosts, fleet, is_restart=False)
     if not tune(request, hosts, once=True):
         raise UserError("--tune: no settings were found that have room; nothing was started")
-    return parse_launch([word for word in argv if word != "--tune"], time.time())
+    tuned = parse_launch([word for word in argv if word != "--tune"], now)
+    answers = check_and_plan(dataclasses.replace(tuned, force_fit=True), hosts, fleet, is_restart=False).answers
+    if left := sorted({run for facts in answers.values() for run in facts.others if run.startswith("tune-")}):
+        command = fleet.command_to_type("stop", left[0])
+        raise RunError(f"--tune: {left[0]} is still alive; `{command}` ends it; nothing was started")
+    return tuned
 
 
 def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:

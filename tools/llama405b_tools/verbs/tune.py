@@ -236,7 +236,8 @@ def check_tunable(request: LaunchRequest) -> None:
     if request.config.parallel.is_fsdp1:
         raise UserError(f"tune does not try fsdp1; set parallel.strategy in {request.files[-1]}, such as to fsdp2")
     with_settings("", {}, "")  # finds out now whether there is what it needs
-    for path in (request.files[-1], request.hosts_file.absolute().parent):
+    file = request.files[-1].resolve()
+    for path in (file, file.parent, request.hosts_file.absolute().parent):
         if not os.access(path, os.W_OK):
             raise UserError(f"tune: {path} is not writable, and what is found is saved there")
 
@@ -310,9 +311,9 @@ def keep_best(request: LaunchRequest, outcomes: Sequence[Outcome]) -> bool:
     before = f", {seconds_text(as_set.step_s)} before" if as_set else ""
     comment = f"tuned {best.calibration.made}: {seconds_text(best.step_s)} a step{before}"
     changed = {} if best is as_set else changed_settings(best.option.config, request.settings)
+    save_calibration(request.hosts_file, dataclasses.replace(best.calibration, other=other_micro_batch(best, outcomes)))
     if changed:
         write_settings(request.files[-1], {name: value for name, (value, _) in changed.items()}, comment)
-    save_calibration(request.hosts_file, dataclasses.replace(best.calibration, other=other_micro_batch(best, outcomes)))
     written = f"wrote {', '.join(changed)} into" if changed else "nothing to change in"
     show(f"{written} {request.files[-1]}; what was measured is kept for plan, launch and cluster-top")
     return True
