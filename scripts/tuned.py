@@ -69,7 +69,7 @@ def search(base, hosts_file, asked, trials):
             trials,
             LIMIT_S,
             asked,
-            lambda label, trial: trial and print(f"  {label}", flush=True),
+            lambda label, _: print(f"  {label}", flush=True),
         )
     return {label: trials.step_s(trial.points) if trial.points else 0.0 for label, trial in found.items()}
 

@@ -35,9 +35,7 @@ from llama405b.training.setup import Purpose, build_reader, prepare
 
 WARMUP_STEPS, MIN_STEPS, MAX_STEPS = 2, 3, 12  # steps before those that are timed, and of those
 TIMED_S = 2.0  # seconds of steps that are enough
-FULL_SHARE = (
-    0.5  # of the host memory that was free: below it new processes go on, as pinned memory is kept until these end
-)
+FULL_SHARE = 0.5  # of the host memory that was free: with less, new processes go on, as these keep what they pinned
 
 
 def run_trials(rank: Rank, trials: Trials, directory: Path, within_s: float) -> list[Figure]:
@@ -91,9 +89,7 @@ def _try(
         cause = cause_of(error, heartbeat)
         print(f"{candidate.label}: {describe_rank_exit(cause)}", file=sys.stderr, flush=True)
         heartbeat.record_failure(cause)
-        if (
-            rank.world_size == 1
-        ):  # then it is a child of the process that torchrun started; else the cause may be another rank's
+        if rank.world_size == 1:  # a child of what torchrun started; of several ranks, the cause may be another's
             _report(rank, candidate, fault=describe_rank_exit(cause))
         os._exit(EXIT_FAILED)
     figures = [
@@ -108,8 +104,8 @@ def _try(
 
 def _measure(config: Config, layers: int, rank: Rank, heartbeat: HeartbeatWriter) -> tuple[MeasuredStep, list[float]]:
     """Return the medians of steps, and the losses and gradient norms of the first."""
-    ranks.leave_other_groups()
     reset_peak_memory(on_gpu=rank.on_gpu)
+    ranks.leave_other_groups()
     ranks.set_timeout(config.timeouts.load)
     context = RankContext.from_rank(ranks.with_mesh(rank, config.parallel), heartbeat)
     setup = prepare(config, "no", context, Purpose.TRAIN)

@@ -13,7 +13,6 @@ Knows torchrun's environment, /sys and the scheduler; not what ranks exchange.
 import contextlib
 import dataclasses
 import datetime
-import gc
 import os
 import socket
 from collections.abc import Collection, Mapping, Sequence
@@ -188,7 +187,6 @@ def leave_other_groups() -> None:
 
     torch names a mesh's groups by how many there are, and caches operations by meshes that are equal: those must stay.
     """
-    gc.collect()
     for group in [*dist.distributed_c10d._world.pg_map]:
         if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
             dist.destroy_process_group(group)

@@ -50,7 +50,7 @@ class MeasuredStep:
 
     def __post_init__(self) -> None:
         counts = (self.layers + 1, self.micro_batch, self.global_batch)
-        if min(counts) < 1 or self.forward_s < 0 or not 0 < self.backward_s < math.inf:
+        if min(counts) < 1 or not (0 <= self.forward_s < math.inf and 0 < self.backward_s < math.inf):
             raise ValueError("a step has no layers or no batch, or takes no time")
 
     @property

@@ -272,6 +272,12 @@ def to_flags(settings: Mapping[str, SourcedValue]) -> list[str]:
     return flags
 
 
+def changed_settings(config: Config, before: Config) -> dict[str, SourcedValue]:
+    """Return the settings in which two configurations differ, as the first has them."""
+    values = {key: operator.attrgetter(key)(config) for key in SETTING_TYPES}
+    return {key: (value, "") for key, value in values.items() if value != operator.attrgetter(key)(before)}
+
+
 def mesh_flags(parallel: Parallel) -> list[str]:
     """Return flags for the non-default settings that decide which part of the weights a rank owns."""
     defaults = Parallel()

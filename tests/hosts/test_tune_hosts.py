@@ -103,7 +103,7 @@ def test_the_fastest_settings_go_into_the_file_and_are_launched(hosts, operator,
     assert settings.read_text() == text
     for i in range(1, N_HOSTS + 1):
         hosts_rig.nothing_stays(hosts, i)
-        assert not hosts.wrote(i, "manifest") or not list(hosts.shared.glob("**/step-*"))
+        assert not list(hosts.shared.glob("**/step-*"))
 
 
 def test_ctrl_c_ends_all_and_changes_nothing(hosts, operator, settings):

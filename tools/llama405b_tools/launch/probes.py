@@ -301,7 +301,7 @@ class Trial:
     fault: str = ""  # where, and why
 
 
-OnTrial = Callable[[str, Trial | None], object]
+OnTrial = Callable[[str, Trial], object]
 
 
 def calibrate(
@@ -341,8 +341,8 @@ def run_trials(
 ) -> tuple[StandaloneRates, dict[str, Trial]]:  # fmt: skip
     """Measure the hosts' rates, and then steps with the settings of trials; return both, the trials by label.
 
-    All are measured by the same processes while none fails, and while there is memory to pin. ``on_trial`` gets each label, first with None
-    as it begins. ``rates_of``: the run whose layers and units the rates are of.
+    All are measured by the same processes while none fails, and while there is memory to pin. ``on_trial`` gets each
+    trial and its label as it ends. ``rates_of``: the run whose layers and units the rates are of.
 
     Raises:
         UserError: The request is wrong; nothing was started.
@@ -406,8 +406,8 @@ class TrialRounds:
             show(f"no more trials: {error}")
             self.is_over = True
         for label in [label for label, trial in self.found.items() if trial is None]:
-            self.found[label] = Trial(fault=f"{fault or 'its processes ended'}; {logs}")
-            self.on_trial(label, self.found[label])
+            self.found[label] = failed_trial = Trial(fault=f"{fault or 'its processes ended'}; {logs}")
+            self.on_trial(label, failed_trial)
 
     def _options(self, run: str, trials: Trials) -> list[str]:
         """Return the options of the program."""
@@ -424,8 +424,9 @@ class TrialRounds:
     def _take(self, result: ProbeResult) -> None:
         """Take a result as it comes."""
         if result.trial:
-            self.found[result.trial] = parse_trial(result)
-            self.on_trial(result.trial, self.found[result.trial])
+            self.found[result.trial] = trial = parse_trial(result)
+            if trial:
+                self.on_trial(result.trial, trial)
         elif result.probe is Probe.RATES:
             self.rates = list(result.figures)
 

@@ -20,7 +20,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import Path
 
 from llama405b.contract.errors import (
@@ -57,7 +56,7 @@ from llama405b.predict.search import (
 from llama405b.settings import command, config, rules
 from llama405b.settings.axes import DP_AXES, Axes, MicrobatchSplit
 from llama405b.settings.parser import OneLineParser
-from llama405b.settings.schema import SETTING_TYPES, Config, Moments, Parallel
+from llama405b.settings.schema import Config, Moments, Parallel
 from llama405b.spec import models
 from llama405b.spec.rules import check_mesh
 from llama405b_tools.agent.machine import package_version
@@ -398,7 +397,7 @@ def main(argv: Sequence[str]) -> int:
         )
         for change, other in others.items()
     }
-    ranked = rank_variants(prediction, allowed_moments(requested)) if args.search else []
+    ranked = rank_variants(prediction, _allowed_moments(requested)) if args.search else []
     tokens, data_text = (
         (args.tokens, "") if args.tokens or placeholder_data_flags(args, settings) else _count_tokens(plan_config)
     )
@@ -573,7 +572,7 @@ def _fewest_hosts(requested: Config, args: argparse.Namespace, machines: Machine
             prediction = predict_run(planned, args.preset, None, candidate)
             if prediction.fit is Fit.YES or not args.search:
                 return prediction.fit
-            return max(option.fit for option in variants(prediction, allowed_moments(requested)))
+            return max(option.fit for option in variants(prediction, _allowed_moments(requested)))
         return Fit.NO
 
     counts = [*filter(is_legal, range(1, MAX_HOSTS + 1))] or [1]
@@ -598,7 +597,7 @@ def _count_tokens(requested: Config) -> tuple[float, str]:
     )
 
 
-def allowed_moments(requested: Config) -> tuple[Moments, ...]:
+def _allowed_moments(requested: Config) -> tuple[Moments, ...]:
     """Return the moment dtypes that a search may choose."""
     return ("fp32", "bf16") if requested.optimizer.betas[1] <= rules.MAX_BETA_BF16 else ("fp32",)
 
@@ -771,7 +770,7 @@ def _write_settings(args: argparse.Namespace, settings: Sequence[str], requested
         *config.read_flags(config.split_flags(settings)[0]),
         *SEARCHED_SETTINGS,
     }
-    names |= {name for name in SETTING_TYPES if attrgetter(name)(result) != attrgetter(name)(requested)}
+    names |= config.changed_settings(result, requested).keys()
     lines = list[str]()
     for section, keys in itertools.groupby(sorted(name.split(".") for name in names), lambda name: name[0]):
         lines += [f"[{section}]", *(f"{key} = {json.dumps(values[section][key])}" for _, key in keys), ""]

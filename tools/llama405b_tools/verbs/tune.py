@@ -11,7 +11,6 @@ import os
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,9 @@ from llama405b.predict.tuning import (
     traits_of,
 )
 from llama405b.settings import command, config
-from llama405b.settings.config import SourcedValue
 from llama405b.settings.parser import OneLineParser
 from llama405b.settings.rules import find_faults
-from llama405b.settings.schema import SETTING_TYPES, Config
+from llama405b.settings.schema import Config
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch.probes import AS_SET, Trial, run_trials, trial_flags
@@ -165,10 +163,9 @@ def try_options(
         f"up to {n_trials} of {len(options)} settings, each with few layers and random weights, in {within_s / 60:g} min:"
     )
 
-    def show_trial(label: str, trial: Trial | None) -> None:
-        if trial:
-            took = f"failed: {trial.fault}" if trial.fault else f"{seconds_text(trials.step_s(trial.points))} a step"
-            show(f"{next(numbers):3}  {took}; {label}")
+    def show_trial(label: str, trial: Trial) -> None:
+        took = f"failed: {trial.fault}" if trial.fault else f"{seconds_text(trials.step_s(trial.points))} a step"
+        show(f"{next(numbers):3}  {took}; {label}")
 
     run, asked = f"tune-{time.strftime('%Y%m%d-%H%M%S')}", options[0].prediction
     with Fleet(hosts) as fleet:
@@ -234,12 +231,12 @@ def check_tunable(request: LaunchRequest) -> None:
         why = f"tune chooses it; write it into {request.files[-1]}, from where it may be changed"
         raise UserError(f"--{fixed[0]}: {why}")
     if request.config.parallel.is_fsdp1:
-        raise UserError(f"tune does not try fsdp1; set parallel.strategy in {request.files[-1]}, such as to fsdp2")
+        raise UserError(f"tune does not try fsdp1; set parallel.strategy in {request.files[-1]} to fsdp2")
     with_settings("", {}, "")  # finds out now whether there is what it needs
     file = request.files[-1].resolve()
     for path in (file, file.parent, request.hosts_file.absolute().parent):
         if not os.access(path, os.W_OK):
-            raise UserError(f"tune: {path} is not writable, and what is found is saved there")
+            raise UserError(f"tune: {path} is not writable, and what is found is saved there; make it so")
 
 
 def list_options(requested: Config, asked: Config, prediction: Prediction) -> list[Option]:
@@ -256,21 +253,15 @@ def list_options(requested: Config, asked: Config, prediction: Prediction) -> li
 def make_option(found: Prediction, requested: Config, asked: Config, prediction: Prediction, common: int) -> Option:
     """Return an option of ``list_options``; ``found``: as its order goes by; ``common``: layers that all are tried with."""
     chosen = asked if found.run == prediction.run else found.run.apply_to(asked)
-    flags = config.to_flags(changed_settings(chosen, asked))
+    flags = config.to_flags(config.changed_settings(chosen, asked))
     candidate = Candidate(
         " ".join(flag.replace("=", " ", 1) for flag in flags) or AS_SET,
-        tuple(config.to_flags(changed_settings(chosen, requested))),
+        tuple(config.to_flags(config.changed_settings(chosen, requested))),
         traits_of(found.run),
         found.needs.step_s or 0.0,
         layers_to_try(found.run, common),
     )
     return Option(candidate, chosen, prediction.with_run(found.run))
-
-
-def changed_settings(chosen: Config, requested: Config) -> dict[str, SourcedValue]:
-    """Return the settings in which two configurations differ, as the first has them."""
-    values = {name: attrgetter(name)(chosen) for name in SETTING_TYPES}
-    return {name: (value, "tune") for name, value in values.items() if value != attrgetter(name)(requested)}
 
 
 def outcome_table(outcomes: Sequence[Outcome], known: Calibration | None) -> tuple[list[str], list[list[str]]]:
@@ -310,7 +301,7 @@ def keep_best(request: LaunchRequest, outcomes: Sequence[Outcome]) -> bool:
     show(f"fastest with room: {best.label}: {seconds_text(best.step_s)} a step{gain}; {memory_words(best)}")
     before = f", {seconds_text(as_set.step_s)} before" if as_set else ""
     comment = f"tuned {best.calibration.made}: {seconds_text(best.step_s)} a step{before}"
-    changed = {} if best is as_set else changed_settings(best.option.config, request.settings)
+    changed = {} if best is as_set else config.changed_settings(best.option.config, request.settings)
     save_calibration(request.hosts_file, dataclasses.replace(best.calibration, other=other_micro_batch(best, outcomes)))
     if changed:
         write_settings(request.files[-1], {name: value for name, (value, _) in changed.items()}, comment)
