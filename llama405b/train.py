@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TextIO
 from llama405b import extend
 from llama405b.commands.blame_step import blame
 from llama405b.commands.evaluate_only import evaluate_only, refuse_trained
-from llama405b.commands.shape import describe_shape
 from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, UserError
 from llama405b.contract.files import set_private_umask
 from llama405b.contract.paths import RunDir
@@ -33,9 +32,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         invocation = command.parse(argv)
         stop = StopSignal()
-        if invocation.dry_run:
-            print(describe_shape(invocation.config, invocation.preset, invocation.world_size))
-            return 0
         set_private_umask()
         run = RunDir(invocation.run_dir)
         if invocation.is_evaluation:

@@ -18,23 +18,15 @@ from pathlib import Path
 from reserved import ARCHITECTURES, ROOT, Setting, measure
 
 TABLE = ROOT / "llama405b/predict/blocks.toml"
-LAYERS, T, WORLD = 5, 3328, 8
-DIMENSIONS = {"h": 4608, "f": 11264, "q": 3072, "k": 1024, "a": 96, "V": 50176}
+LAYERS, SHARDS, TP, CP = 5, 8, 3, 2
 HEAD = 32  # a head's size, so small that rotary blocks are not large: ROTARY stands for them
-SHAPE = {
-    "hidden_size": DIMENSIONS["h"],
-    "intermediate_size": DIMENSIONS["f"],
-    "num_attention_heads": DIMENSIONS["a"],
-    "num_key_value_heads": DIMENSIONS["k"] // HEAD,
-    "head_dim": HEAD,
-    "vocab_size": DIMENSIONS["V"],
-    "num_hidden_layers": LAYERS,
-}
+DIMENSIONS = {"T": 3328, "h": 4608, "f": 11264, "q": 3072, "k": 1024, "a": 96, "V": 50176}
+LOCAL = {"T": 3456, "t": 1152, "h": 4800, "f": 3776, "q": 2560, "k": 512, "a": 80, "V": 16768}  # of a rank with tp
 RANK = 2  # of adapters, whose blocks are not large then: reserved.py counts the rest
 LARGE = 1 << 20  # bytes; up to this, blocks are in another pool
 ROUND = 512
 # Cosines and sines of positions, as the same history has them where they are large; freed in the first layer's backward.
-ROTARY = "2Sd 4Sd 4Sd 4Sd -4 4Sd 4Sd -6 2Sd 2Sd -2 -3 -5 -7 input:1 rotary:8 rotary:9"
+ROTARY = "2Sd 4Sd 4Sd 4Sd -{3} 4Sd 4Sd -{5} 2Sd 2Sd -{1} -{2} -{4} -{6}"
 UNITS = {
     "hq hk hk hq hf hf hf": "layer",
     "hq hk hk hq": "attention",
@@ -46,15 +38,18 @@ ABOUT = """\
 # torch 2.13 and transformers 5.17 (scripts/blocks.py writes this file). A section is a list of
 #   2Th            a block of 2 * T * h bytes. T: tokens of a micro-batch; S: of a sequence; h: hidden size; f: intermediate size;
 #                  a: heads; d: the size of one; q: of all; k: of all key-value heads; V: vocabulary. sum: room for a sum over tokens
+#                  With tp: f, a, q, k and V: a rank's own; t: its tokens between matrices; W: the whole vocabulary.
 #   -3 -f3 -input  free the section's third block; that of the same layer's forward; or the last one that was kept as input
 #   input:33       keep the section's 33rd block, as the input of the next layer; flow: as the gradient, in the backward;
-#                  shared: as the head's gradient, to which the embedding adds its own; rotary: as cosines and sines
+#                  shared: as the head's gradient, to which the embedding adds its own; rotary: as cosines and sines; first: what
+#                  the first layer frees
 #   workspace:own  cuBLAS's own memory, once
 #   gather:layer   FSDP2's: gather a unit (regather: in the backward), drop its weights, reduce its gradients from
 #                  a buffer, which scatter makes the rank's own of; table: the embedding's
 # _operators, _none: of layers that compute less again (model.activation_checkpointing).
 # [whole]: decoder layers are units. The others say what differs. [halves]: attention and MLP are units; [root]: the embedding is none;
-# [tied]: the embedding is the head; [fused]: model.fused; [lora]: all matrices are frozen, and have adapters; [lora_tied]: both.
+# [tied]: the embedding is the head; [fused]: model.fused; [lora]: all matrices are frozen, and have adapters; [lora_tied]: both;
+# [tp], [cp]: matrices or sequences are split over ranks.
 """
 
 
@@ -77,12 +72,26 @@ def main():
         apart |= of_kind(kind, apart, "layer")
         halves |= of_kind(kind, apart, "sublayer", last="mlp")
     lora, lora_tied = (sections("layer", tied=tied, lora=RANK) for tied in (False, True))
+    lora_halves = sections("sublayer", last="mlp", lora=RANK)
+    attention, some = {"lora": RANK, "targets": "q k v o"}, {"lora": RANK, "targets": "q v"}
+    lora_attention, lora_q_v = sections("layer", **attention), sections("layer", **some)
+    lora_attention_halves = sections("sublayer", last="mlp", **attention)
+    lora_q_v_halves = sections("sublayer", last="mlp", **some)
+    tp, cp = sections("layer", tp=TP), sections("layer", cp=CP)
     fused, fused_tied = (sections("layer", tied=tied, fused=True) for tied in (False, True))
     fused_halves = sections("sublayer", last="mlp", fused=True)
     for kind in ("operators", "none"):
         fused |= of_kind(kind, fused, "layer", fused=True)
         fused_halves |= of_kind(kind, fused, "sublayer", last="mlp", fused=True)
         lora |= of_kind(kind, lora, "layer", lora=RANK)
+        lora_halves |= of_kind(kind, lora_halves, "sublayer", last="mlp", lora=RANK)
+        lora_attention |= of_kind(kind, lora_attention, "layer", **attention)
+        lora_attention_halves |= of_kind(kind, lora_attention_halves, "sublayer", last="mlp", **attention)
+        lora_q_v |= of_kind(kind, lora_q_v, "layer", **some)
+        lora_q_v_halves |= of_kind(kind, lora_q_v_halves, "sublayer", last="mlp", **some)
+        tp |= of_kind(kind, tp, "layer", tp=TP)
+        cp |= of_kind(kind, cp, "layer", cp=CP)
+    assert (cp["embedding"], cp["head"], cp["end"]) == (apart["embedding"], apart["head"], apart["end"])
     assert (fused["embedding"], fused["end"], fused_tied["end"]) == (apart["embedding"], apart["end"], tied["end"])
     tables = {
         "whole": apart,
@@ -93,7 +102,14 @@ def main():
         "fused_halves": {name: words for name, words in fused_halves.items() if "ward" in name},
         "fused_tied": {"head": fused_tied["head"]},
         "lora": lora,
+        "lora_halves": {name: words for name, words in lora_halves.items() if "ward" in name},
+        "lora_attention": {name: words for name, words in lora_attention.items() if "ward" in name},
+        "lora_attention_halves": {name: words for name, words in lora_attention_halves.items() if "ward" in name},
+        "lora_q_v": {name: words for name, words in lora_q_v.items() if "ward" in name},
+        "lora_q_v_halves": {name: words for name, words in lora_q_v_halves.items() if "ward" in name},
         "lora_tied": {name: lora_tied[name] for name in ("embedding", "head", "end")},
+        "tp": tp,
+        "cp": {name: words for name, words in cp.items() if "ward" in name},
     }
     parts = [ABOUT]
     for table, found in tables.items():
@@ -114,20 +130,29 @@ def of_kind(kind, usual, unit, **more):
     return {f"{name}_{kind}": found[name] for name in ("forward", "backward")}
 
 
-def sections(unit, *, embedding=True, last="layer", tied=False, kind="full", lora=0, fused=False):
+def sections(unit, *, embedding=True, last="layer", tied=False, kind="full", fused=False, tp=1, cp=1, **lora):
     """Run a step, and return its sections; ``last``: the unit that ends a layer's forward."""
-    more = {"unit": unit, "embedding": embedding, "recompute": kind, "lora": lora, "fused": fused}
-    setting = Setting("llama3.1-8b", WORLD, "all", seq_len=T, **more)
-    config = ARCHITECTURES[setting.model] | SHAPE | {"tie_word_embeddings": tied}
+    more = {"unit": unit, "embedding": embedding, "recompute": kind, "fused": fused, "tp": tp, "cp": cp, **lora}
+    sizes = LOCAL if tp > 1 else DIMENSIONS
+    setting = Setting("llama3.1-8b", SHARDS * tp, "all", seq_len=sizes["T"] * cp, **more)
+    config = ARCHITECTURES[setting.model] | shape(sizes, tp) | {"tie_word_embeddings": tied}
     with tempfile.TemporaryDirectory() as scratch:
         history = Path(scratch) / "history"
         measure(setting, config, history)
-        events = list(computing(pickle.loads(history.read_bytes())))
-    after = {"none": 3 - fused}.get(kind, 4) if last == "mlp" else 0  # its output follows, and what is freed
-    return worded(cut(list(with_units(events)), last, after), tied=tied, adapted=bool(lora))
+        events = list(computing(pickle.loads(history.read_bytes()), sizes | {"W": sizes["V"] * tp}))
+    return worded(cut(list(with_units(events)), last, "2Th" if fused else "4Th"), tied=tied, adapted=bool(lora))
 
 
-def computing(history):
+def shape(sizes, tp):
+    """The model of which a rank has these sizes."""
+    return {
+        "hidden_size": sizes["h"], "intermediate_size": tp * sizes["f"], "num_attention_heads": tp * sizes["a"],
+        "num_key_value_heads": tp * sizes["k"] // HEAD, "head_dim": HEAD, "vocab_size": tp * sizes["V"],
+        "num_hidden_layers": LAYERS,
+    }  # fmt: skip
+
+
+def computing(history, sizes):
     """Yield what happened on the stream that computes, and that a gradient was made on another."""
     stream = next(each["stream"] for each in history if "alloc_all_gather_outputs" in functions(each))
     numbers = {}
@@ -136,12 +161,12 @@ def computing(history):
             continue
         if each["stream"] != stream:
             if each["action"] == "alloc" and "foreach_reduce" in functions(each):
-                yield Event("scattered", True, number, size_name(WORLD * each["size"], "reduced"))
+                yield Event("scattered", True, number, size_name(SHARDS * each["size"], "reduced", sizes))
             continue
         if each["action"] == "alloc":
             kind = "weight" if "alloc_all_gather_outputs" in functions(each) else "other"
             kind = "reduced" if "foreach_reduce" in functions(each) else kind
-            numbers[each["addr"]] = Event(kind, True, number, size_name(each["size"], kind))
+            numbers[each["addr"]] = Event(kind, True, number, size_name(each["size"], kind, sizes))
             yield numbers[each["addr"]]
         elif each["action"] == "free_completed" and each["addr"] in numbers:
             yield dataclasses.replace(numbers.pop(each["addr"]), begins=False)
@@ -151,25 +176,26 @@ def functions(event):
     return [frame["name"] for frame in event.get("frames", ())]
 
 
-def size_name(size, kind):
+def size_name(size, kind, sizes):
     """Name a block by its size.
 
     Raises:
         LookupError: It is none of the known products.
     """
     if kind == "reduced":  # in FP32, with norms
-        rows = {name: sum(DIMENSIONS[letters[1]] for letters in weights.split()) for weights, name in UNITS.items()}
-        of_units = (name for name, n in rows.items() if 0 <= size - 4 * DIMENSIONS["h"] * n <= 8 * DIMENSIONS["h"])
+        rows = {name: sum(sizes[letters[1]] for letters in weights.split()) for weights, name in UNITS.items()}
+        of_units = (name for name, n in rows.items() if 0 <= size - 4 * sizes["h"] * n <= 8 * sizes["h"])
         return next(of_units, "layer")  # of adapters alone
     for factor in (1, 2, 4):
-        for letter, n in DIMENSIONS.items():
-            for name, product in ((f"T{letter}", T * n), (f"h{letter}", DIMENSIONS["h"] * n)):
-                if size == -(-factor * product // ROUND) * ROUND:
-                    return f"{factor}{name}"
-    h = DIMENSIONS["h"]
-    if size == 8 * T * h:  # partial sums: reserved.py counts them
+        features = [letter for letter in sizes if letter not in "Tt"]
+        for first, second in (*((first, second) for second in features for first in "Th"), ("t", "h")):
+            product = sizes.get(first, 0) * sizes[second]
+            if size == -(-factor * product // ROUND) * ROUND:
+                return f"{factor}{first}{second}"
+    h = sizes["h"]
+    if size == 8 * sizes.get("t", sizes["T"]) * h:  # partial sums: reserved.py counts them
         return "sum"
-    if abs(size - 4.4 * T * h) < h * 4:  # of the embedding's gradient: T and a tenth of it
+    if abs(size - 4.4 * sizes["T"] * h) < h * 4:  # of the embedding's gradient: T and a tenth of it
         return "4.4Th"
     raise LookupError(f"a block of {size} bytes")
 
@@ -195,20 +221,28 @@ def runs(events):
     yield run[0].kind == "weight", run
 
 
-def cut(events, last, after):
+def cut(events, last, norm):
     """Cut a step into sections: the embedding, each layer's forward, the head, each layer's backward, and the end."""
-    begin = ends_of_forward(events, last, after)
+    begin = ends_of_forward(events, last, norm)
     backward = [i for i, event in enumerate(events) if event == f"gather:{last}" and i >= begin[-1]]
     length = backward[-1] - backward[-2]
     edges = [0, *begin, *backward, backward[-1] + length, len(events)]
     return [events[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def ends_of_forward(events, last, after):
-    """Return where each layer's forward begins, and where the last one ends, so many events after its unit."""
-    drops = [i + 1 + after for i, event in enumerate(events) if event == f"drop:{last}"][:LAYERS]
-    first = drops[0] - (drops[1] - drops[0]) if last == "mlp" else events.index(f"gather:{last}")
-    return [first, *drops]
+def ends_of_forward(events, last, norm):
+    """Return where each layer's forward begins, and where the last one ends; ``norm``: the block that the next begins with, if no unit."""
+    ends = [i + 1 for i, event in enumerate(events) if event == f"drop:{last}"][:LAYERS]
+    if last != "mlp":
+        return [events.index(f"gather:{last}"), *ends]
+    first = 1 + events.index("drop:table")
+    return [first, *(begins_norm(events, end, norm) for end in ends)]
+
+
+def begins_norm(events, start, norm):
+    """Return where a unit or a norm begins after the sum of the residual, which is the first block."""
+    begun = [i for i in range(start, start + 12) if isinstance(events[i], str) or events[i].begins]
+    return next(i for i in begun[1:] if isinstance(events[i], str) or events[i].name == norm)
 
 
 def worded(parts, *, tied, adapted):
@@ -219,14 +253,23 @@ def worded(parts, *, tied, adapted):
         names, found["end"] = ["embedding", "first", *names[2:-2]], ["-flow", *["drop:table"] * tied]
     for part, (name, events) in enumerate(zip(names, parts, strict=not adapted)):
         words = [word for event in events for word in word_of(event, name, part, places)]
-        words = words[words[0] == "-input" :]  # the last layer's, if that does not keep it
+        # The last layer's, if that does not keep it.
+        words = words[words[0] == "-input" : len(words) - (name == "forward" and words[-1] == "-input")]
+        if name == "forward" and len(alive(found["embedding"])) > 1:  # with tp: the first layer frees its sum
+            words[1 : 1 + (words[1] == "-input")] = ["-first"]
         kept = {"forward": "input:", "head": "flow:"}.get(name)
         if kept:
             words.append(f"{kept}{alive(words)[-1]}")
         assert found.setdefault(name, words) == words, f"{name}: layers are not alike"
     found.pop("first", None)
-    found["backward"] += ["scatter:layer"] * adapted  # which is not large
-    found["embedding"] += ROTARY.split()
+    if adapted:  # what all adapters of a layer are reduced from and to, which is not large here
+        has_reduce = any(word.startswith("reduce:") for word in found["backward"])
+        found["backward"] += [*["reduce:layer"] * (not has_reduce), "scatter:layer"]
+    count, n_rotary = n_blocks(found["embedding"]), n_blocks(ROTARY.split())
+    *others, kept = alive(found["embedding"])
+    rotary = ROTARY.format(*range(count, count + 1 + n_rotary)).split()
+    found["embedding"] += [*rotary, *(f"first:{number}" for number in others), f"input:{kept}"]
+    found["embedding"] += [f"rotary:{count + number}" for number in (n_rotary - 1, n_rotary)]
     found["end"] = ["-rotary", "-rotary", *found["end"]]
     if tied and not adapted:
         found["head"].append(f"shared:{alive(found['head'])[0]}")
@@ -258,8 +301,12 @@ def word_of(event, name, part, places):
 
 def alive(words):
     """Return which blocks of a section are not freed in it."""
-    n_blocks = sum(bool(re.match(r"\d|sum", word)) for word in words)
-    return [number for number in range(1, n_blocks + 1) if f"-{number}" not in words]
+    return [number for number in range(1, n_blocks(words) + 1) if f"-{number}" not in words]
+
+
+def n_blocks(words):
+    """Return how many blocks a section allocates."""
+    return sum(bool(re.match(r"\d|sum", word)) for word in words)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Write the plan's coefficients and ranges, and the tables of docs/plan-accuracy.md and docs/measurements/plan-unseen.md.
 
-Coefficients are of the rows of tests/data/published.csv that are marked train; ranges of all that are not, there and in unseen.csv.
-Nothing else writes them. In a checkout, with the project installed:
+Coefficients are of the rows of tests/data/published.csv that are marked train; ranges of all that are not, there and in unseen.csv, and
+of the steps in tests/data/bundles/*.json: what `llama405b bench --bundle` wrote on GPUs. Nothing else writes them. In a checkout, with
+the project installed:
 
     PYTHONPATH=tests/rigs python scripts/fit_plan.py
 """
@@ -16,7 +17,7 @@ import plan_ranges
 
 from llama405b.predict.calibration import RANGES_FILE
 from llama405b.predict.hardware import COEFFICIENTS_FILE, Rates
-from published import BYTES, UNSEEN, read_rows
+from published import BYTES, UNSEEN, read_bundles, read_rows
 
 DOCS = Path(__file__).parent.parent / "docs"
 DOCUMENT, UNSEEN_DOCUMENT = DOCS / "plan-accuracy.md", DOCS / "measurements/plan-unseen.md"
@@ -148,7 +149,7 @@ if __name__ == "__main__":
     all_rows, unseen = read_rows(), read_rows(UNSEEN)
     fitted = fit(all_rows)
     COEFFICIENTS_FILE.write_text(written(fitted))
-    evidence = plan_ranges.points([*all_rows, *unseen], fitted)
+    evidence = plan_ranges.points([*all_rows, *unseen, *read_bundles()], fitted)
     RANGES_FILE.write_text(plan_ranges.written(evidence))
     write(DOCUMENT, BEGIN, END, table(all_rows, fitted))
     write(DOCUMENT, RANGES_BEGIN, RANGES_END, plan_ranges.table(evidence))

@@ -10,6 +10,7 @@ printed beside the prediction. With words: those settings alone that have them a
 import contextlib
 import csv
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -56,6 +57,9 @@ class Setting:
     fused: bool = False
     targets: str = ""  # beginnings of the names of the matrices that have adapters; "": all
     replicas: int = 1  # copies of the model: HSDP
+    tp: int = 1
+    cp: int = 1
+    zero2: bool = False
 
     @property
     def adapter(self):
@@ -69,7 +73,7 @@ class Setting:
     def run(self):
         """As the plan takes it."""
         llama = parse_llama(ARCHITECTURES[self.model], self.model)
-        batch = self.micro_batches * self.micro_batch * self.world
+        batch = self.micro_batches * self.micro_batch * self.world // (self.tp * self.cp)
         shape = PredictedRun(llama, self.numerics, self.offload, self.world, self.seq_len, self.micro_batch, batch)
         return dataclasses.replace(
             shape,
@@ -82,7 +86,10 @@ class Setting:
             kept_by=self.reshard_after_forward,
             adapter=self.adapter,
             fused=self.fused,
-            dp_shard=self.world // self.replicas if self.replicas > 1 else 0,
+            dp_shard=self.world // (self.replicas * self.tp * self.cp) if self.replicas > 1 else 0,
+            tp=self.tp,
+            cp=self.cp,
+            keeps_weights=self.zero2,
         )
 
 
@@ -171,6 +178,36 @@ SETTINGS = [
     Setting(L70, 32, "none", "pure-bf16", recompute="operators:20", replicas=4),
     Setting(L8, 4, "none", unit="sublayer", replicas=2),
     Setting(L405, 128, "none", "pure-bf16", seq_len=2048, replicas=2),
+    Setting(L8, 16, "none", micro_batches=2, replicas=2),
+    Setting(L70, 64, "none", "pure-bf16", micro_batches=3, unit="sublayer", replicas=4),
+    Setting(L8, 8, "none", unit="sublayer", lora=16),
+    Setting(L405, 16, "none", unit="sublayer", loss="chunked", activations="host", lora=16),
+    Setting(L70, 16, "all", unit="sublayer", lora=16, targets="q v"),
+    Setting(L8, 8, "none", unit="sublayer", micro_batch=4, recompute="operators", lora=16, targets="q v"),
+    Setting(L8, 8, "none", micro_batch=2, recompute="none", lora=16, targets="q v"),
+    Setting(L70, 16, "none", recompute="operators:20", lora=64, targets="q k v o"),
+    Setting(L8, 8, "none", tp=2),
+    Setting(L8, 8, "none", micro_batch=4, tp=8),
+    Setting(L405, 64, "all", tp=2),
+    Setting(L405, 64, "optimizer", tp=8),
+    Setting(L70, 32, "none", micro_batches=2, seq_len=8192, tp=4),
+    Setting(L70, 16, "none", "pure-bf16", recompute="none", tp=8),
+    Setting(L70, 32, "none", recompute="operators:40", tp=2),
+    Setting(L405, 64, "all", activations="host", tp=4),
+    Setting(L8, 16, "none", replicas=2, tp=2),
+    Setting(L8, 8, "none", seq_len=16_384, cp=2),
+    Setting(L405, 64, "all", seq_len=32_768, cp=2),
+    Setting(L70, 32, "none", seq_len=16_384, loss="chunked", recompute="operators:20", cp=4),
+    Setting(L8, 16, "optimizer", micro_batches=2, seq_len=8192, recompute="none", cp=8),
+    Setting(L8, 8, "none", zero2=True),
+    Setting(L8, 8, "none", "pure-bf16", micro_batches=2, zero2=True),
+    Setting(L8, 16, "all", unit="sublayer", micro_batches=3, zero2=True),
+    Setting(L1, 4, "none", micro_batches=2, zero2=True),
+    Setting(L8, 8, "none", "pure-bf16", micro_batch=2, micro_batches=2, recompute="operators", tp=2, zero2=True),
+    Setting(L1, 4, "none", seq_len=8192, cp=2),
+    Setting(L1, 4, "none", replicas=4, zero2=True),
+    Setting(L8, 8, "none", zero2=True, lora=16),
+    Setting(L1, 4, "none", micro_batches=2, lora=16),
 ]
 
 
@@ -212,9 +249,8 @@ def one(setting, config, history):
     """Take some steps in this process, and print the peaks."""
     import torch
 
-    me = join_alone()
-    module, update = build(setting, config, me)
-    passes = passes_of(setting, module)
+    me = dataclasses.replace(join_alone(), mesh=setting.run.axes)
+    _, update, passes = build(setting, config, me)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(STEPS):
         take_step(setting, passes, update, me)
@@ -265,8 +301,8 @@ def build(setting, config, me):
     from llama405b.model.host_inputs import offload_inputs
     from llama405b.model.llama import add_adapters, checkpoint_activations
     from llama405b.optim import build_updater, optimizer
-    from llama405b.parallel import fsdp, load_weights
-    from llama405b.parallel.fsdp import make_device_mesh
+    from llama405b.parallel import fsdp, load_weights, split
+    from llama405b.parallel.passes import build_forward_backward
     from llama405b.settings.schema import Optimizer, Parallel
 
     leave_out(on_host=setting.offload != "none")
@@ -277,17 +313,15 @@ def build(setting, config, me):
         fsdp_embedding=setting.embedding,
         prefetch=setting.prefetch,
         reshard_after_forward=setting.reshard_after_forward,
-        strategy="hsdp" if setting.replicas > 1 else "fsdp2",
+        strategy="zero2" if setting.zero2 else "hsdp" if setting.replicas > 1 else "fsdp2",
         dp_replicate=setting.replicas if setting.replicas > 1 else 0,
     )
     kept = fsdp.shard_dtype(parallel)
     frozen = llama.compute_dtype(parallel.numerics) if setting.lora else kept
     module = llama.build_on_meta(llama.config_from_dict(config), "sdpa", frozen)
     llama.freeze(module, (), freeze_all=bool(setting.lora))
-    if setting.lora:
-        add_adapters(module, setting.adapter, kept)
-    mesh = make_device_mesh(setting.run.axes, "cuda") if setting.replicas > 1 else None
-    fsdp.shard_model(module, parallel, me.device, mesh)
+    adapt = functools.partial(add_adapters, adapter=setting.adapter, dtype=kept) if setting.lora else None
+    module = split.split_model(module, parallel, me, adapt, setting.loss)
     if setting.run.reuses_gradient_memory:
         fsdp.allocate_grads_on_compute_stream(module)
     master = optimizer.master_model(module, parallel)
@@ -305,7 +339,7 @@ def build(setting, config, me):
     if setting.activations == "host":
         run = setting.run
         offload_inputs(module, run.inputs_on_host(0), run.input_shape, torch.bfloat16, me.device, nothing)
-    return module, update
+    return module, update, build_forward_backward(parallel, module, me, setting.loss)
 
 
 def leave_out(*, on_host):
@@ -341,14 +375,6 @@ def leave_out(*, on_host):
     offload.OptimizerOffload._sync_unit = nothing
     offload._add_gradients = nothing
     offload._add_slot = nothing
-
-
-def passes_of(setting, module):
-    """Return the trainer's own forwards and backwards."""
-    from llama405b.model.head import build_loss
-    from llama405b.parallel.passes import MicrobatchLoop
-
-    return MicrobatchLoop(module, setting.world, loss=build_loss(setting.loss, module.lm_head))
 
 
 def take_step(setting, passes, update, me):

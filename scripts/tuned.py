@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests/rigs .venv/bin/python scripts/tuned.py DIRECTORY even|links|rank|two [SEARCHES]
 
-Makes four hosts of network namespaces (``two``: two hosts with two ranks each), slows their links to 500 Mbit/s or node-4 to 30 % of a
-core (``even``: neither), and tries all candidates, in a table that is written to the directory, unless it has one; then lets the search
-choose ten, three times or as many as given. Needs root.
+Makes four hosts of network namespaces (``two``: two hosts with two ranks each; ``rank``: two with one), slows their links to 500 Mbit/s
+or the last host to 30 % of a core (``even``: neither), and tries all candidates, in a table that is written to the directory, unless it
+has one; then lets the search choose ten, three times or as many as given. Needs root.
 """
 
 import dataclasses
@@ -30,7 +30,11 @@ SETTINGS = {
     "training.max_steps": 8, "parallel.device": "cpu",
 }  # fmt: skip
 TRIALS, LIMIT_S = 10, 1800.0
-QUOTA_US, PERIOD_US = 30_000, 100_000
+SHAPES = {
+    "two": (2, 2),
+    "rank": (2, 1),
+}  # hosts, and ranks of each; a slow rank is seen only where the others have a core each
+QUOTA_US, PERIOD_US = 3_000, 10_000  # much shorter than a step
 LINK = ("tbf", "rate", "500mbit", "burst", "64kb", "latency", "50ms")
 
 
@@ -42,7 +46,7 @@ def slow_links(count):
 
 
 def slow_rank(hosts):
-    """Give all that runs on node-4 a share of a core; returns the control group, which is to be removed."""
+    """Give all that runs on the last host a share of a core; returns the control group, which is to be removed."""
     is_v1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").exists()
     group = Path("/sys/fs/cgroup", *["cpu"] * is_v1, f"l4slow{hosts_rig.KEY}")
     group.mkdir()
@@ -51,10 +55,15 @@ def slow_rank(hosts):
         (group / "cpu.cfs_quota_us").write_text(str(QUOTA_US))
     else:
         (group / "cpu.max").write_text(f"{QUOTA_US} {PERIOD_US}")
-    pids = subprocess.run(["pgrep", "-P", str(hosts.inits[4].pid)], capture_output=True, text=True, check=True).stdout
-    for pid in [hosts.inits[4].pid, *pids.split()]:
-        (group / "cgroup.procs").write_text(str(pid))
+    (first,) = _pids("-P", hosts.inits[max(hosts.inits)].pid)
+    for pid in _pids("--nslist", "pid", "--ns", first):
+        (group / "cgroup.procs").write_text(pid)
     return group
+
+
+def _pids(*words):
+    """Return what pgrep finds."""
+    return subprocess.run(["pgrep", *map(str, words)], capture_output=True, text=True, check=True).stdout.split()
 
 
 def search(base, hosts_file, asked, trials):
@@ -75,7 +84,7 @@ def search(base, hosts_file, asked, trials):
 
 
 def main(directory, scenario, searches=3):
-    count, slots = (2, 2) if scenario == "two" else (4, 1)
+    count, slots = SHAPES.get(scenario, (4, 1))
     with hosts_rig.Hosts(count, users=("root",)) as hosts, tempfile.TemporaryDirectory(dir=hosts.shared) as home:
         os.environ |= hosts.env()
         os.chdir(home)

@@ -5,8 +5,10 @@
 The allocator is measured on the stand-in, as in reserved.py; each setting is held against every kind of GPU.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import os
 import random
 import sys
 
@@ -48,9 +50,12 @@ def draw(dice):
             dice.choice((False, False, True)) and not lora,
             dice.choice(("", "q v")) if lora else "",
             dice.choice((1, 1, 2)),
+            dice.choice((1, 1, 1, 2, 8)),
+            dice.choice((1, 1, 1, 2)),
+            dice.choice((False, False, False, True)),
         )
         run = setting.run
-        if setting.world % setting.replicas or not is_runnable(run, Cluster()):
+        if setting.world % (setting.replicas * setting.tp * setting.cp) or not is_runnable(run, Cluster()):
             continue
         of_host = sum(run.host_bytes.values()) / min(run.world, run.ranks_per_host)
         if find_peak(run).total < LARGEST and of_host < LARGEST_OF_HOST:
@@ -111,11 +116,8 @@ def ask(setting):
 
 def row(setting, measured, answers):
     """A line of the table."""
-    told = [
-        str(value)
-        for name, value in dataclasses.asdict(setting).items()
-        if name not in ("embedding", "reshard_after_forward")
-    ]
+    usual = dataclasses.asdict(Setting("", 0, ""))
+    told = [f"{name} {value}" for name, value in dataclasses.asdict(setting).items() if value != usual[name]]
     sizes = f"{measured['allocated'] / GIB:.1f} / {measured['reserved'] / GIB:.1f}"
     expected = Prediction.from_run(setting.run, Cluster()).needs
     known = sum(expected.reserved_by_pool.values())
@@ -123,17 +125,18 @@ def row(setting, measured, answers):
         f"{expected.peak.total / GIB:.1f} / {known / GIB:.1f}" if known else f"{expected.peak.total / GIB:.1f} / ?"
     )
     wrong = [f"{each.gpu}: {NAMES[each.plan]}, {NAMES[each.allocator]}" for each in answers if not each.agree]
-    return f"| {' '.join(told)} | {planned} | {sizes} | {'; '.join(wrong) or 'all agree'} |"
+    return f"| {', '.join(told)} | {planned} | {sizes} | {'; '.join(wrong) or 'all agree'} |"
 
 
 def main():
     words = [word for word in sys.argv[1:] if word.isdecimal()]
     lines, n_agree, n_all = [], 0, 0
-    for setting in seeded(int(words[0]) if words else 60):
-        measured, answers = ask(setting)
-        lines.append(row(setting, measured, answers))
-        n_agree, n_all = n_agree + sum(each.agree for each in answers), n_all + len(answers)
-        print(lines[-1], flush=True)
+    settings = seeded(int(words[0]) if words else 60)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for setting, (measured, answers) in zip(settings, pool.map(ask, settings), strict=True):
+            lines.append(row(setting, measured, answers))
+            n_agree, n_all = n_agree + sum(each.agree for each in answers), n_all + len(answers)
+            print(lines[-1], flush=True)
     summary = f"{n_agree} of {n_all} verdicts agree, of {len(lines)} settings."
     print(summary)
     if "--write" in sys.argv:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from llama405b.bench.host import GB
+from llama405b.contract import reader
 from llama405b.data.batch import Batch
 from llama405b.distributed.host_memory import StepTimer
 from llama405b.distributed.ranks import Rank, with_mesh
@@ -220,7 +221,9 @@ def measure_layer(offload: Offload, rank: Rank) -> list[Figure]:
     losses, timing = take_steps(LAYER, parallel, rank, 1 + STEPS)
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"the losses are {losses}")
+    run = LAYER.run_shape(parallel, rank)
     figures = [Figure(part, seconds, "s") for part, seconds in timing.seconds.items()]
+    figures.append(Figure("step", timing.total_s, "s", run=reader.dumps(run)))
     if timing.work:
         figures += [
             Figure("update", timing.work.update_s, "s"),
@@ -229,7 +232,7 @@ def measure_layer(offload: Offload, rank: Rank) -> list[Figure]:
             Figure("down", timing.work.down_bytes / GB, "GB"),
             Figure("up", timing.work.up_bytes / GB, "GB"),
         ]
-    predicted = estimate.estimate(LAYER.run_shape(parallel, rank))
+    predicted = estimate.estimate(run)
     if rank.on_gpu:
         peak = torch.cuda.max_memory_allocated()
         figures.append(Figure("peak", peak / GB, "GB"))
@@ -428,19 +431,19 @@ def _measure_variant(name: str, parallel: Parallel, model: Model, rank: Rank) ->
         torch.cuda.reset_peak_memory_stats()
     _, timing = take_steps(KNOBS_WORKLOAD, parallel, rank, 1 + STEPS, model)
     figures = [Figure(f"{name}: {part}", timing.seconds[part], "s") for part in ("forward", "backward")]
-    figures.append(Figure(f"{name}: step", timing.total_s, "s"))
+    run = None if parallel.is_fsdp1 else KNOBS_WORKLOAD.run_shape(parallel, rank, model)
+    figures.append(Figure(f"{name}: step", timing.total_s, "s", run=reader.dumps(run) if run else ""))
     if not rank.on_gpu:
         return figures
     figures.append(Figure(f"{name}: peak", torch.cuda.max_memory_allocated() / GB, "GB"))
     figures.append(Figure(f"{name}: reserved", torch.cuda.max_memory_reserved() / GB, "GB"))
-    return figures if parallel.is_fsdp1 else figures + _predict_variant(name, parallel, model, rank)
+    return figures + _predict_variant(name, run, rank) if run else figures
 
 
-def _predict_variant(name: str, parallel: Parallel, model: Model, rank: Rank) -> list[Figure]:
-    """Return the predicted memory, and the predicted step if the GPU is known; FSDP1 is not predicted."""
+def _predict_variant(name: str, run: PredictedRun, rank: Rank) -> list[Figure]:
+    """Return the predicted memory, and the predicted step if the GPU is known."""
     properties = torch.cuda.get_device_properties(rank.device)
     gpu = match_gpu(properties.name, properties.total_memory, read_gpus())
-    run = KNOBS_WORKLOAD.run_shape(parallel, rank, model)
     needs = Prediction.from_run(run, Cluster(gpu) if gpu else Cluster()).needs
     figures = [Figure(f"{name}: planned peak", (needs.gpu_bytes - RUNTIME_BYTES) / GB, "GB")]
     if needs.reserved_by_pool:

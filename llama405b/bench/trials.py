@@ -5,11 +5,11 @@ others may wait in a collective; the operator's side starts them again for the r
 """
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from llama405b import extend
 from llama405b.bench.steps import median_seconds, run_steps
+from llama405b.contract import reader
 from llama405b.contract.errors import EXIT_FAILED, UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import describe_rank_exit
@@ -24,7 +25,7 @@ from llama405b.distributed import collectives, ranks
 from llama405b.distributed.host_memory import free_bytes, peak_memory, reset_peak_memory
 from llama405b.distributed.ranks import Rank
 from llama405b.predict.calibration import MeasuredStep
-from llama405b.predict.tuning import COMPARED_STEPS, Candidate, Trials
+from llama405b.predict.tuning import COMPARED_STEPS, Candidate, Trial, Trials
 from llama405b.settings import command
 from llama405b.settings.schema import Config
 from llama405b.spec.probes import MEMORY_IS_FULL, Figure, Probe, ProbeResult, encode_result
@@ -33,8 +34,13 @@ from llama405b.training.context import RankContext, cause_of
 from llama405b.training.journal import HeartbeatWriter
 from llama405b.training.setup import Purpose, build_reader, prepare
 
-WARMUP_STEPS, MIN_STEPS, MAX_STEPS = 2, 3, 12  # steps before those that are timed, and of those
-TIMED_S = 2.0  # seconds of steps that are enough
+WARMUP_STEPS, STEPS, MAX_EMPTY_STEPS = (
+    2,
+    4,
+    40,
+)  # before those that are timed, of those at a time, and with one target at most
+# Steps are timed until their median is known so well, as a share, or they took so long, or so much of the time for all trials.
+ENOUGH_SD, ENOUGH_S, ENOUGH_SHARE = 0.02, 5.0, 1 / 48
 FULL_SHARE = 0.5  # of the host memory that was free: with less, new processes go on, as these keep what they pinned
 
 
@@ -45,7 +51,7 @@ def run_trials(rank: Rank, trials: Trials, directory: Path, within_s: float) -> 
     """
     gc.set_threshold(700)  # as the trainer does: garbage that holds GPU memory must be freed soon
     deadline, latest_s, n_run = time.monotonic() + within_s, 0.0, 0
-    free_at_start = free_bytes()
+    enough_s, free_at_start = min(ENOUGH_S, ENOUGH_SHARE * within_s), free_bytes()
     heartbeat = HeartbeatWriter(RunDir(directory), rank)
     while True:
         [is_full] = collectives.all_reduce_max([int(n_run and free_bytes() < FULL_SHARE * free_at_start)])
@@ -56,53 +62,47 @@ def run_trials(rank: Rank, trials: Trials, directory: Path, within_s: float) -> 
             return [Figure("trials", n_run, ""), Figure(MEMORY_IS_FULL, is_full, "")]
         candidate = trials.candidates[number]
         _report(rank, candidate)
-        points, figures = [], []
-        for layers in dict.fromkeys(candidate.layers):
-            point, more = _try(trials, candidate, layers, rank, heartbeat)
-            points.append(point)
-            figures += more
+        steps = [_try(trials, candidate, n, enough_s, rank, heartbeat) for n in dict.fromkeys(candidate.layers)]
+        compared = next((first for point, first in steps if point.layers == trials.compared_layers), ())
+        outcome = Trial(tuple(point for point, _ in steps), compared)
         latest_s, n_run = time.monotonic() - start, n_run + 1
-        trials = trials.with_result(candidate.label, trials.step_s(points))
-        _report(rank, candidate, time.monotonic() - start, figures)
+        trials = trials.with_result(candidate.label, trials.step_s(outcome.points))
+        _report(rank, candidate, outcome)
 
 
-def _report(
-    rank: Rank, candidate: Candidate, seconds: float = 0.0, figures: Sequence[Figure] = (), fault: str = ""
-) -> None:
-    """Print what a trial measured or why it failed, or without either that it begins."""
+def _report(rank: Rank, candidate: Candidate, outcome: Trial | None = None) -> None:
+    """Print what a candidate gave; None: it begins."""
     if rank.is_rank0:
-        result = ProbeResult(
-            Probe.TRIALS, rank.world_size, 0, "", "", seconds, tuple(figures), fault, trial=candidate.label
-        )
+        fault, text = (outcome.fault, reader.dumps(outcome)) if outcome else ("", "")
+        result = ProbeResult(Probe.TRIALS, rank.world_size, 0, fault=fault, trial=candidate.label, outcome=text)
         print(*encode_result(result), sep="\n", flush=True)
 
 
 def _try(
-    trials: Trials, candidate: Candidate, layers: int, rank: Rank, heartbeat: HeartbeatWriter
-) -> tuple[MeasuredStep, list[Figure]]:
-    """Measure steps with so many layers; end the process if that fails."""
+    trials: Trials, candidate: Candidate, layers: int, enough_s: float, rank: Rank, heartbeat: HeartbeatWriter
+) -> tuple[MeasuredStep, tuple[float, ...]]:
+    """Measure steps with so many layers, and what the first gave; end the process if that fails."""
     try:
         config = command.parse([*trials.flags, *candidate.flags, f"--model.layers={layers}"]).config
         extend.use(config.training.extend)
-        point, first_steps = _measure(config, layers, rank, heartbeat)
+        return _measure(config, layers, enough_s, rank, heartbeat)
     except Exception as error:  # noqa: BLE001 - CUDA, NCCL and allocations may raise anything
         cause = cause_of(error, heartbeat)
         print(f"{candidate.label}: {describe_rank_exit(cause)}", file=sys.stderr, flush=True)
         heartbeat.record_failure(cause)
         if rank.world_size == 1:  # a child of what torchrun started; of several ranks, the cause may be another's
-            _report(rank, candidate, fault=describe_rank_exit(cause))
+            _report(rank, candidate, Trial(fault=describe_rank_exit(cause)))
         os._exit(EXIT_FAILED)
-    figures = [
-        Figure(f"{layers} {name}", float(value), "")
-        for name, value in dataclasses.asdict(point).items()
-        if name != "layers"
-    ]
-    if layers == trials.compared_layers:
-        figures += [Figure(f"{layers} first {i}", value, "") for i, value in enumerate(first_steps)]
-    return point, figures
 
 
-def _measure(config: Config, layers: int, rank: Rank, heartbeat: HeartbeatWriter) -> tuple[MeasuredStep, list[float]]:
+def _median_sd(values: Sequence[float]) -> float:
+    """Return the standard deviation of the median of values that are about normal, as a share of it."""
+    return math.sqrt(math.pi / 2 / len(values)) * statistics.stdev(values) / statistics.median(values)
+
+
+def _measure(
+    config: Config, layers: int, enough_s: float, rank: Rank, heartbeat: HeartbeatWriter
+) -> tuple[MeasuredStep, tuple[float, ...]]:
     """Return the medians of steps, and the losses and gradient norms of the first."""
     reset_peak_memory(on_gpu=rank.on_gpu)
     ranks.leave_other_groups()
@@ -117,11 +117,17 @@ def _measure(config: Config, layers: int, rank: Rank, heartbeat: HeartbeatWriter
         build_reader(training, start.config.data.workers, start.batches, start.point(None), context)
     ) as reader:
         max_norm = start.config.optimizer.max_norm
-        first, seconds, _ = run_steps(passes, updater, itertools.islice(reader, WARMUP_STEPS), context.rank, max_norm)
+        first, *_ = run_steps(passes, updater, itertools.islice(reader, WARMUP_STEPS), context.rank, max_norm)
         ranks.set_timeout(config.timeouts.step)
-        enough = math.ceil(TIMED_S / max(1e-3, sum(seconds[-1].values()))) if seconds else MAX_STEPS
-        [count] = collectives.all_reduce_max([min(MAX_STEPS, max(MIN_STEPS, enough))])
-        _, seconds, work = run_steps(passes, updater, itertools.islice(reader, count), context.rank, max_norm)
+        seconds, n_taken, needs_more = [], 0, 1
+        while needs_more:
+            _, more, work = run_steps(passes, updater, itertools.islice(reader, STEPS), context.rank, max_norm)
+            seconds += more[1:] if work else more  # no update of the host is hidden by the first forward
+            totals, n_taken = [sum(parts.values()) for parts in seconds], n_taken + STEPS
+            is_enough = n_taken >= MAX_EMPTY_STEPS  # where few steps have a target
+            if len(totals) > 1:
+                is_enough = sum(totals) > enough_s or _median_sd(totals) < ENOUGH_SD
+            [needs_more] = collectives.all_reduce_max([int(not is_enough)])
     if not seconds:
         raise UserError("--data: no step has a target; prompts may be longer than --data.seq_len, or all is skipped")
     median = median_seconds(seconds)
@@ -134,4 +140,4 @@ def _measure(config: Config, layers: int, rank: Rank, heartbeat: HeartbeatWriter
     if start.saving:
         start.saving.store.close()
     compared = first[:COMPARED_STEPS]
-    return point, [result.loss for result in compared] + [result.grad_norm for result in compared]
+    return point, (*(result.loss for result in compared), *(result.grad_norm for result in compared))

@@ -9,7 +9,7 @@ FSDP1's options. Knows modules and meshes; not the optimizer.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,15 +199,6 @@ def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
         for state, unit_modules in modules.items()
         if state in names_by_state
     ]
-
-
-def parameters_by_unit(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """Yield ``(unit, {name in the checkpoint: parameter})`` in the order of use."""
-    by_unit: dict[str, dict[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        name = strip_wrappers(name)
-        by_unit.setdefault(unit_name(name), {})[name] = parameter
-    yield from by_unit.items()
 
 
 def unit_name(name: str) -> str:

@@ -13,6 +13,7 @@ import enum
 import functools
 import json
 import math
+import operator
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from llama405b.predict.run_shape import NO_ADAPTER, PredictedRun
 from llama405b.predict.step_time import StepTime, layer_work
 
 FEW_LAYERS, MORE_LAYERS = 1, 3  # layers
+STEP_PARTS = ("forward_s", "backward_s", "optimizer_s", "data_s")
 PLAUSIBLE_FACTOR = (
     0.5,
     2.0,
@@ -56,7 +58,7 @@ class MeasuredStep:
     @property
     def step_s(self) -> float:
         """Seconds of a whole step."""
-        return self.data_s + self.forward_s + self.backward_s + self.optimizer_s
+        return math.fsum(getattr(self, part) for part in STEP_PARTS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,13 +118,10 @@ class Calibration:
 
     def with_measured_steps(self, needs: Estimate) -> Estimate:
         """Return the estimate with the measured steps in place of the predicted time."""
-        time = StepTime(
-            forward_s=self._extrapolate(lambda point: point.forward_s),
-            backward_s=self._extrapolate(lambda point: point.backward_s),
-            optimizer_s=self._extrapolate(lambda point: point.optimizer_s),
-            data_s=self._extrapolate(lambda point: point.data_s),
+        forward_s, backward_s, optimizer_s, data_s = (
+            self._extrapolate(operator.attrgetter(part)) for part in STEP_PARTS
         )
-        return dataclasses.replace(needs, time=time)
+        return dataclasses.replace(needs, time=StepTime(forward_s, backward_s, optimizer_s, data_s))
 
     def with_measured_rates(self, cluster: Cluster) -> Cluster:
         """Return the cluster with measured rates, and with the step time and memory that those do not explain.
@@ -184,15 +183,8 @@ class Calibration:
         if measured.gather and not is_one_host:
             rates, nic = dataclasses.replace(rates, network=1.0, hop_s=measured.hop_s), measured.gather
         ram = measured.host_update / rates.update  # a data sheet's, of which AdamW would attain what it did
-        attained = Gpu(
-            sheet.name,
-            sheet.memory_bytes,
-            self._layer_flops_per_s(cluster),
-            measured.device_update,
-            peers,
-            measured.copies,
-            ram,
-        )
+        layer_flops = self._layer_flops_per_s(cluster)
+        attained = Gpu(sheet.name, sheet.memory_bytes, layer_flops, measured.device_update, peers, measured.copies, ram)
         return dataclasses.replace(
             cluster, nic_bytes_per_s=nic, disk_bytes_per_s=measured.disk, attained=attained, rates=rates
         )

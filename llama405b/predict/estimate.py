@@ -180,59 +180,6 @@ def training_setup(run: PredictedRun, cluster: Cluster) -> TrainingSetup:
     )  # fmt: skip
 
 
-def describe_estimate(run: PredictedRun) -> list[str]:
-    """Format what a run takes, as lines of text."""
-    estimated = estimate(run)
-    ram = "host memory only while loading"
-    if estimated.host_bytes:
-        ram = f"{_format_gib(estimated.host_bytes)} of RAM per host ({run.hosts} of {run.world // run.hosts} ranks)"
-    time = ""
-    if estimated.step_s:
-        time = f", about {estimated.step_s:.1f} s per step on H100s"
-    return [
-        f"estimate     GPU memory per rank: {_format_gpu_memory(estimated)}; {ram}{time}; checked on one GPU, not yet on several",
-        f"disk         {_format_gib(estimated.weights_bytes)} of weights, {_format_gib(estimated.checkpoints_bytes)} "
-        f"for {run.keep + 1} checkpoints",
-        _format_saving(estimated.saving),
-    ]
-
-
-def _format_saving(cost: SavingCost) -> str:
-    return (
-        f"save         {_format_gib(cost.n_bytes)} per host, {cost.write_s:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} "
-        f"GB/s, in the background; "
-        "data not written before its next update is copied to CPU memory, or delays that update"
-    )
-
-
-def table_row(name: str, run: PredictedRun) -> str:
-    """Return a run as a row of the table in README and docs/plan.md."""
-    needs = estimate(run)
-    ram, time = "-", "-"
-    if needs.host_bytes:
-        ram = _format_gib(needs.host_bytes)
-    if needs.step_s:
-        time = f"{needs.step_s:.0f} s"
-    cells = [
-        name, run.numerics, run.offload, f"{run.world}", _format_gpu_memory(needs, short=True), ram, _format_gib(needs.weights_bytes),
-        _format_gib(needs.checkpoints_bytes), time,
-    ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
-
-
-def _format_gpu_memory(needs: Estimate, *, short: bool = False) -> str:
-    """Format the allocated and, if it is known, the reserved memory of a GPU."""
-    reserved_bytes = needs.gpu_reserved_bytes
-    if reserved_bytes is None:
-        return _format_gib(needs.gpu_bytes)
-    labels = (" /", "") if short else (" GiB allocated,", " reserved")
-    return f"{needs.gpu_bytes / GIB:,.0f}{labels[0]} {_format_gib(reserved_bytes)}{labels[1]}"
-
-
-def _format_gib(n_bytes: float) -> str:
-    return f"{n_bytes / GIB:,.0f} GiB"
-
-
 RESTART_S = 60.0  # to notice a failure, end all ranks and start them anew, before anything is read; a prior
 MIN_GOODPUT = 0.01  # below this share a run is said to get nowhere
 

@@ -124,10 +124,10 @@ class _MemoryWalk:
     def walk(self) -> Peak:
         """Walk through the step and return its worst moment.
 
-        Of identical layers only the first two and the last two are walked: the others show nothing more.
+        Of identical layers only the first two and the last are walked: the others show nothing more.
         """
         run, spec, sizes, hidden = self.run, self.spec, self.sizes, self.hidden_bytes
-        layers, layers_to_walk = self.llama.layers, _layers_to_walk(self.kinds)
+        layers, layers_to_walk = self.llama.layers, _layers_to_walk(self.kinds, run.prefetch)
         root = sizes.embedding if spec.llama.tied or not run.fsdp_embedding else 0
         if root:
             self._gather("the embedding's forward", root, 0)
@@ -135,6 +135,8 @@ class _MemoryWalk:
             self._gather("the embedding's forward", sizes.embedding, 0)
             self.live_bytes["gathered units"] *= self.keeps_weights
         gathered_bytes = self.live_bytes["gathered units"]
+        n_wide = 3 + run.adapter.is_enabled  # what the MLP has at once, beside its input and the residual
+        mlp_bytes = run.compute_bytes * run.tokens * n_wide * spec.llama.intermediate + 2 * hidden
         for layer in layers_to_walk:
             self._set_kept_layers(layer, 1)
             self._set_kept_gathered(layer)
@@ -143,6 +145,7 @@ class _MemoryWalk:
             )
             for place, unit in enumerate(self.units, 1 + layer * len(self.units)):
                 self._gather("a layer's forward", unit, place)
+                self._record_moment("a layer's forward", activations=mlp_bytes)
                 self.live_bytes["gathered units"] -= run.compute_bytes * unit * (not self.keeps_weights)
         if not self.in_flight.after_forward:
             self.peak = Peak("", {})
@@ -182,7 +185,9 @@ class _MemoryWalk:
         self._record_moment("the embedding's backward", weight_gradients=weight_bytes * (1 + self.llama.tied))
         self.live_bytes["weight gradients"] = self.live_bytes["activations"] = 0
         if run.tp > 1:  # DTensor makes the gradient of the whole vocabulary, before it keeps a part
-            self.live_bytes["whole embedding's gradient"] = (run.tp + self.llama.tied) * weight_bytes
+            self._record_moment(
+                "the embedding's backward", weight_gradients=(run.tp + 1 + self.llama.tied) * weight_bytes
+            )
         self.live_bytes["gathered units"] += (
             0 if root or self.keeps_weights else weight_bytes
         )  # it is not gathered in the backward
@@ -465,8 +470,8 @@ def _backward_phases(run: PredictedRun, spec: StageSpec) -> list[tuple[str, floa
 
 
 @functools.lru_cache(256)
-def _layers_to_walk(kinds: tuple[RecomputeKind, ...]) -> list[int]:
-    """Return the first two and the last two layers, and those next to a layer of another kind."""
+def _layers_to_walk(kinds: tuple[RecomputeKind, ...], prefetch: int) -> list[int]:
+    """Return the first two layers, the last two and those that prefetch these, and those next to a layer of another kind."""
     layers = range(len(kinds))
     changes = [layer for layer in layers[1:] if kinds[layer] != kinds[layer - 1]]
-    return sorted({*layers[:2], *layers[-2:], *changes, *(layer - 1 for layer in changes)})
+    return sorted({*layers[:2], *layers[-2 - prefetch :], *changes, *(layer - 1 for layer in changes)})

@@ -9,7 +9,7 @@ A freed block serves only the stream on which it was allocated, so each stream's
 of its own (two units, and the embedding), and reduces gradients on another, from which offloaded gradients go to the host. Everything else
 is on the compute stream, with one micro-batch also gradients that stay (``parallel.fsdp``),
 and there free blocks do not always suit the next request. So steps are walked through block by block, in the order of torch's own history
-(blocks.toml); tests/data/reserved.csv has what torch reserved in 83 settings.
+(blocks.toml); tests/data/reserved.csv has what torch reserved in 113 settings.
 
 Known only for BF16 computation, as FP32 attention is another kernel, and for layers that are neither compiled nor in FP8. The sequences of
 a micro-batch count as one with as many tokens. The memory of NCCL and CUDA is not included, nor what loading, evaluations and saves leave.
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from llama405b.predict.memory import INPUT_BUFFERS
 from llama405b.predict.run_shape import PredictedRun, StageSpec, layer_adapter_shapes
-from llama405b.settings.axes import FULL_RECOMPUTE, Axes
+from llama405b.settings.axes import FULL_RECOMPUTE
 from llama405b.settings.choices import OPTIMIZERS
 from llama405b.settings.schema import ADAPTER_TARGETS, VOCAB_CHUNK
 from llama405b.spec.adapters import lora_shapes
@@ -121,6 +121,11 @@ class Pool:
 BLOCKS_FILE = Path(__file__).with_name("blocks.toml")
 WORKSPACE = 32 << 20  # of cuBLAS on Hopper (ATen/cuda/CublasHandlePool.cpp); elsewhere 8 MiB
 SM_BLOCKS = 132 * 16  # of 128 threads, that an H100 runs at a time
+LORA_TABLES = {  # of blocks.toml, by the matrices that have adapters
+    "lora_q_v": {"q_proj", "v_proj"},
+    "lora_attention": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "lora": {*ADAPTER_TARGETS},
+}
 N_STEPS = 2  # until pools grow no more
 
 
@@ -130,42 +135,30 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
         run.compiled,
         run.fused and run.adapter.is_enabled,
         run.numerics == "fp8",
-        run.keeps_weights,
-        run.axes != Axes(run.shards, dp_replicate=run.world // run.shards),
-        run.shards < run.world and run.accumulates,  # FSDP2 keeps the sums of micro-batches
+        run.accumulates and not run.reduces_each,
+        run.pp > 1 or (run.tp > 1 and (run.cp > 1 or run.loss == "chunked" or run.llama.tied)),
+        run.is_split and (run.has_sublayer_units or run.fused or run.adapter.is_enabled),
+        run.is_split and (not run.fsdp_embedding or run.llama.kv_heads % (run.tp * run.cp) != 0),
         bool(OPTIMIZERS[run.optimizer].rest),
         run.llama.family.mlp != LLAMA.mlp,
         len(run.llama.family.norms) > len(LLAMA.norms),
     )
     keeps_normed = run.llama.family.query_norms and "none" in run.recompute.layer_kinds(run.llama.layers)
-    adapts_all = {*run.adapter.targets} == {*ADAPTER_TARGETS}  # else what a layer keeps of others is not known
-    unsupported_adapter = run.adapter.is_enabled and (
-        run.has_sublayer_units or not run.fsdp_embedding or not (adapts_all or run.recompute == FULL_RECOMPUTE)
-    )
+    # Beside other matrices, what a layer keeps of their adapters is not known.
+    knows_kept = {*run.adapter.targets} in LORA_TABLES.values() or run.recompute == FULL_RECOMPUTE
+    has_tied_halves = run.llama.tied and run.has_sublayer_units
+    unsupported_adapter = run.adapter.is_enabled and (not (run.fsdp_embedding and knows_kept) or has_tied_halves)
     if run.compute_bytes != 2 or any(unsupported) or keeps_normed or unsupported_adapter:
         return {}
-    world = run.shards  # each copy of the model is as if it were alone
-    batch = run.micro_batch * world * (1 + run.accumulates)  # more micro-batches need no more than two
+    # Each copy of the model is as if it were alone, but for sums of micro-batches; more of these need no more than two.
+    copies, dp_shard = (1, 0) if run.axes.dp_replicate == 1 or not run.accumulates else (2, run.axes.dp_shard)
+    [spec] = run.stage_specs(0)
+    llama = dataclasses.replace(spec.llama, family=LLAMA, attention_bias=False, mlp_bias=False)  # vectors are small
+    world = copies * run.shards * run.tp
+    batch = run.micro_batch * copies * run.axes.dp_shard * (1 + run.accumulates)
+    adapter = dataclasses.replace(run.adapter, path="")
     return _walk_pools(
-        PredictedRun(
-            dataclasses.replace(run.llama, family=LLAMA, attention_bias=False, mlp_bias=False),  # vectors are small
-            run.numerics,
-            run.offload,
-            world,
-            run.seq_len,
-            run.micro_batch,
-            batch,
-            fsdp_unit=run.fsdp_unit,
-            fsdp_embedding=run.fsdp_embedding,
-            loss=run.loss,
-            recompute=run.recompute,
-            activations=run.activations,
-            prefetch=run.prefetch,
-            kept_by=run.kept_by,
-            fused=run.fused,
-            adapter=dataclasses.replace(run.adapter, path=""),
-            optimizer=run.optimizer,
-        )
+        dataclasses.replace(run, llama=llama, world=world, global_batch=batch, dp_shard=dp_shard, adapter=adapter)
     )
 
 
@@ -179,12 +172,12 @@ class PoolOp(NamedTuple):
 
 @functools.lru_cache(256)
 def _walk_pools(run: PredictedRun) -> Mapping[str, int]:
-    """Return the reserved bytes by pool, of a run reduced to what matters."""
+    """Return the reserved bytes by pool, of a run reduced to what matters; its model is a rank's part of it."""
     steps = _PoolWalk(run)
     for _ in range(N_STEPS):
         # The first micro-batch of several allocates gradients, all later ones add to them: two show both.
-        for _ in range(1 + run.accumulates):
-            steps.micro_batch()
+        for number in range(1 + run.accumulates):
+            steps.micro_batch(is_last=number == run.accumulates)
         steps.update()
     pools = {"computing": steps.computing, "gathering": steps.gathering, "reducing": steps.reducing}
     return {name: pool.reserved for name, pool in (pools | {"rounding gradients": steps.rounding}).items()}
@@ -194,13 +187,19 @@ class _PoolWalk:
     """A walk through steps of a run, block by block."""
 
     def __init__(self, run: PredictedRun) -> None:
-        self.run = run
+        self.run, self.shards = run, run.shards
         self.computing, self.gathering, self.reducing, self.rounding = Pool(), Pool(), Pool(), Pool()
         self.sections = _build_sections(run)
         self.units = _unit_elements(run)
-        self.trained = {"layer": _adapter_elements(run)} if run.adapter.is_enabled else self.units
+        self.trained = _adapter_elements(run) if run.adapter.is_enabled else self.units
         self.weights: dict[str, list[list[CachedBlock]]] = {name: [] for name in self.units}  # of gathered units
-        self.kept_blocks: dict[str, list[CachedBlock]] = {"input": [], "flow": [], "shared": [], "rotary": []}
+        self.kept_blocks: dict[str, list[CachedBlock]] = {
+            "input": [],
+            "flow": [],
+            "shared": [],
+            "rotary": [],
+            "first": [],
+        }
         self.gather_buffer: list[CachedBlock] = []  # what the forward's last unit was gathered into
         self.prefetched: list[list[CachedBlock]] = []  # what units that come next were gathered into
         # What this rank keeps gathered of units, until their backward.
@@ -208,9 +207,12 @@ class _PoolWalk:
         layer = ["attention", "mlp"] if run.has_sublayer_units else ["layer"]
         self.order = ["table", *layer * run.llama.layers, *["head"] * (not run.llama.tied)]
         self.position = 0  # in that order, of the unit that comes next; in the backward, of the one that came last
-        self.forward = True
+        self.forward = self.is_last = True
+        self.keeps_gathered = False  # of ZeRO-2, whether an earlier micro-batch has gathered all units
         self.reduce_buffer: list[CachedBlock] = []  # what the last unit was reduced from
         self.gradients: list[CachedBlock] = []
+        # Of several copies of the model: what the first micro-batch's gradients were reduced to, over the shards alone.
+        self.partial_sums: list[CachedBlock] = []
         self.adds_gradients = self.has_workspace = False
         self._allocate_states("parameters", 1)
         self._allocate_states("moments", round(run.n_moments))
@@ -219,8 +221,9 @@ class _PoolWalk:
         for _ in range(INPUT_BUFFERS * self.inputs_on_host):
             self.computing.allocate(run.hidden_bytes)
 
-    def micro_batch(self) -> None:
-        """Walk through a forward and a backward."""
+    def micro_batch(self, *, is_last: bool = True) -> None:
+        """Walk through a forward and a backward; ``is_last``: of the step."""
+        self.is_last = is_last
         kinds = ["" if kind == "full" else f"_{kind}" for kind in self.run.recompute.layer_kinds(self.run.llama.layers)]
         self.position, self.forward = 0, True
         self._walk_section("embedding")
@@ -242,8 +245,14 @@ class _PoolWalk:
                 self._free_offloaded_input()
             self._walk_section(f"backward{kind}", blocks)
         self._walk_section("end")
+        for weights in (
+            self.weights["table"] if is_last else ()
+        ):  # which ZeRO-2 keeps, and has no gradient with adapters
+            _free_blocks(self.computing, weights)
+        if is_last:
+            self.weights["table"].clear()
         _free_blocks(self.computing, self.reduce_buffer)
-        self.adds_gradients = True
+        self.adds_gradients, self.keeps_gathered = True, self.run.keeps_weights and not is_last
 
     def _free_offloaded_input(self) -> None:
         """Free the layer input that was copied to CPU memory last."""
@@ -262,10 +271,10 @@ class _PoolWalk:
         weights, factor_shapes = run.llama.tensors(), lora_shapes(run.llama, run.adapter)
         if kind == "parameters" and run.frozen_bytes:
             for shape in weights.values():
-                self.computing.allocate(run.frozen_bytes * _shard_elements(shape, run.world))
+                self.computing.allocate(run.frozen_bytes * _shard_elements(shape, self.shards))
         for shape in (factor_shapes or weights).values() if size else ():
             for _ in range(count):
-                self.computing.allocate(size * _shard_elements(shape, run.world))
+                self.computing.allocate(size * _shard_elements(shape, self.shards))
 
     def _walk_section(self, section: str, forward_blocks: Sequence[CachedBlock] = ()) -> list[CachedBlock]:
         """Walk through a section; returns its blocks. ``forward_blocks``: those of the same layer's forward."""
@@ -285,8 +294,9 @@ class _PoolWalk:
         return blocks
 
     def _release(self, name: str) -> None:
-        """Free the block that was kept last."""
-        self.computing.free(self.kept_blocks[name].pop())
+        """Free the block that was kept last, if there is one."""
+        if self.kept_blocks[name]:
+            self.computing.free(self.kept_blocks[name].pop())
 
     def _workspace(self, _: str) -> None:
         """Allocate cuBLAS's own memory, which stays, at the first product."""
@@ -296,13 +306,15 @@ class _PoolWalk:
 
     def _gather(self, unit: str) -> None:
         """Gather a unit in the forward; once its weights are copied out, free the previous buffer."""
+        self.position += 1
+        if self.keeps_gathered:
+            return
         previous_buffer, self.gather_buffer = (
             self.gather_buffer,
             self.prefetched.pop(0) if self.prefetched else self._all_gather(unit),
         )
         self._copy_out(unit)
         _free_blocks(self.gathering, previous_buffer)
-        self.position += 1
         end = self.position + self.run.prefetch
         self.prefetched += [
             self._all_gather(next_unit) for next_unit in self.order[self.position + len(self.prefetched) : end]
@@ -311,6 +323,8 @@ class _PoolWalk:
     def _regather(self, unit: str) -> None:
         """Gather a unit in the backward; its buffer is freed at once."""
         self.position -= 1
+        if self.run.keeps_weights:
+            return
         gathered = self.prefetched.pop(0) if self.prefetched else self._all_gather(unit)
         self._copy_out(unit)
         _free_blocks(self.gathering, gathered)
@@ -323,7 +337,7 @@ class _PoolWalk:
         _free_blocks(self.gathering, self.gather_buffer)
         self.forward = False
         self.position = len(self.order) - (not self.run.llama.tied)
-        if not self.run.llama.tied:
+        if not (self.run.llama.tied or self.run.keeps_weights):
             self._prefetch_backward()
 
     def _prefetch_backward(self) -> None:
@@ -337,13 +351,13 @@ class _PoolWalk:
     def _all_gather(self, unit: str) -> list[CachedBlock]:
         """Return the buffer that a unit is gathered into; host or other-dtype shards are copied first."""
         run, shards = self.run, self.units[unit]
-        if run.world == 1:
+        if self.shards == 1:
             return []
         is_kept = run.kept_by and not self.forward
         copies = (
             [] if is_kept else [block for elements in shards for block in self._copy_shard(elements, self.gathering)]
         )
-        gathered = [self.gathering.allocate(run.compute_bytes * run.world * sum(shards))]
+        gathered = [self.gathering.allocate(run.compute_bytes * self.shards * sum(shards))]
         _free_blocks(self.gathering, copies)
         return gathered
 
@@ -366,40 +380,48 @@ class _PoolWalk:
         run, weights = self.run, list[CachedBlock]()
         previous: list[CachedBlock] = []
         for elements in self.units[unit]:
-            copies = self._copy_shard(elements, self.computing) if run.world == 1 else []
+            copies = self._copy_shard(elements, self.computing) if self.shards == 1 else []
             _free_blocks(self.computing, previous)
             previous = copies
-            weights.append(self.computing.allocate(run.compute_bytes * run.world * elements))
+            weights.append(self.computing.allocate(run.compute_bytes * self.shards * elements))
         _free_blocks(self.computing, previous)
         self.weights[unit].append(weights)
 
     def _drop(self, unit: str) -> None:
-        """Free a unit's weights; after a forward this rank may keep a slice of each."""
+        """Free a unit's weights; after a forward this rank may keep a slice of each, or all until a step's last backward."""
+        if self.run.keeps_weights and not (self.is_last and (unit == "head" or not self.forward)):
+            return
         weights, run = self.weights[unit].pop(), self.run
         if not (run.kept_by and self.forward) or unit in ("table", "head"):
             _free_blocks(self.computing, weights)
             return
         parts = list[CachedBlock]()
         for elements, block in zip(self.units[unit], weights, strict=True):
-            parts.append(self.computing.allocate(run.compute_bytes * run.world * elements // run.kept_by))
+            parts.append(self.computing.allocate(run.compute_bytes * self.shards * elements // run.kept_by))
             self.computing.free(block)
         self.kept_parts[unit].append(parts)
 
     def _reduce(self, unit: str) -> None:
         """Copy a unit's gradients into a buffer, which lives until the next unit's."""
         _free_blocks(self.computing, self.reduce_buffer)
-        self.reduce_buffer = [
-            self.computing.allocate(self.run.gradient_bytes * self.run.world * sum(self.trained[unit]))
-        ]
+        if unit == "table" and self.weights[unit] and self.is_last:  # which ZeRO-2 keeps until then
+            _free_blocks(self.computing, self.weights[unit].pop())
+        self.reduce_buffer = [self.computing.allocate(self.run.gradient_bytes * self.shards * sum(self.trained[unit]))]
 
     def _scatter(self, unit: str) -> None:
         """Allocate the rank's gradient shard of a unit; with offload it then leaves the GPU."""
         run, elements = self.run, sum(self.trained[unit])
         pool = self.computing if run.reuses_gradient_memory else self.reducing
         gradient = pool.allocate(run.gradient_bytes * elements)
+        sums_up = run.axes.dp_replicate > 1 and run.accumulates
+        if sums_up and not self.adds_gradients:
+            self.partial_sums.append(gradient)
+            return
+        if sums_up:
+            pool.free(self.partial_sums.pop(0))
         if run.offload == "optimizer":
             self.rounding.free(self.rounding.allocate(run.compute_bytes * elements))
-        if run.offload == "none" and not self.adds_gradients:
+        if run.offload == "none" and (sums_up or not self.adds_gradients):
             self.gradients.append(gradient)
         else:
             pool.free(gradient)
@@ -421,24 +443,30 @@ def _unit_elements(run: PredictedRun) -> dict[str, list[int]]:
     """Return the elements that a rank has of each parameter of a unit; ``table`` is the embedding's."""
     llama = run.llama
     shapes = dataclasses.replace(llama, layers=1).tensors()
-    elements = {name.split(".")[-2]: _shard_elements(shape, run.world) for name, shape in shapes.items()}
+    elements = {name.split(".")[-2]: _shard_elements(shape, run.shards) for name, shape in shapes.items()}
+    adapters = _adapter_elements(run)
     attention = [elements[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     mlp = [elements[name] for name in ("gate_proj", "up_proj", "down_proj")]
     norms = [elements[name] for name in ("input_layernorm", "post_attention_layernorm")]
     return {
-        "attention": attention,
-        "mlp": mlp,
-        "layer": [*attention, *mlp, *norms, *_adapter_elements(run)],
+        "attention": [*attention, *adapters["attention"]],
+        "mlp": [*mlp, *adapters["mlp"]],
+        "layer": [*attention, *mlp, *norms, *adapters["layer"]],
         "table": [elements["embed_tokens"], *[elements["norm"]] * llama.tied],
         "head": [elements["embed_tokens"], elements["norm"]],
     }
 
 
-def _adapter_elements(run: PredictedRun) -> list[int]:
-    """Return the elements that a rank has of each of a layer's adapters."""
-    return [
-        _shard_elements(shape, run.world) for shape in layer_adapter_shapes(StageSpec(run.llama), run.adapter).values()
-    ]
+def _adapter_elements(run: PredictedRun) -> dict[str, list[int]]:
+    """Return the elements that a rank has of each of a layer's adapters, by unit."""
+    shapes = layer_adapter_shapes(StageSpec(run.llama), run.adapter)
+    elements = {name: _shard_elements(shape, run.shards) for name, shape in shapes.items()}
+    mlp = [n for name, n in elements.items() if ".mlp." in name]
+    return {
+        "attention": [n for name, n in elements.items() if ".mlp." not in name],
+        "mlp": mlp,
+        "layer": [*elements.values()],
+    }
 
 
 def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
@@ -451,6 +479,8 @@ def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
         sections |= table["tied"]
     elif not run.fsdp_embedding:
         sections |= table["root"]
+    if run.is_split:
+        sections |= table["tp" if run.tp > 1 else "cp"]
     if run.fused:
         sections |= (
             table["fused"]
@@ -458,7 +488,9 @@ def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
             | (table["fused_tied"] if run.llama.tied else {})
         )
     if run.adapter.is_enabled:
-        sections = table["lora"] | (table["lora_tied"] if run.llama.tied else {})
+        kind = _lora_table(run)
+        sections = table["lora"] | table[kind] | (table["lora_tied"] if run.llama.tied else {})
+        sections |= table[f"{kind}_halves"] if run.has_sublayer_units else {}
     words_by_section = {name: text.split() for name, text in sections.items()}
     on_host = run.activations == "host"
     for name in [key for key in words_by_section if on_host and key in ("backward", "backward_operators")]:
@@ -470,6 +502,11 @@ def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
     if run.loss == "chunked":
         words_by_section["head"] = _chunk_head(words_by_section["head"], run.llama.vocab)
     return {name: [_parse_op(word, run) for word in section] for name, section in words_by_section.items()}
+
+
+def _lora_table(run: PredictedRun) -> str:
+    """Return the table of the fewest matrices with adapters that has those of a run."""
+    return next(name for name, targets in LORA_TABLES.items() if targets.issuperset(run.adapter.targets))
 
 
 def _chunk_head(words: Sequence[str], vocab: int) -> list[str]:
@@ -525,17 +562,19 @@ def _parse_bytes(word: str, run: PredictedRun) -> int:
     """Return the bytes of a block: a number times sizes, each of a letter."""
     llama = run.llama
     if word == "sum":
-        return _sum_bytes(llama.hidden, run.tokens)
+        return _sum_bytes(llama.hidden, run.tokens // run.tp)
     q, k = (heads * llama.head_dim for heads in (llama.heads, llama.kv_heads))
     sizes = {
         "T": run.tokens,
+        "t": run.tokens // run.tp,
         "h": llama.hidden,
         "f": llama.intermediate,
         "q": q,
         "k": k,
         "a": llama.heads,
         "V": llama.vocab,
-        "S": run.seq_len,
+        "W": llama.vocab * run.tp,
+        "S": run.seq_len // run.cp,
         "d": llama.head_dim,
     }
     number = word.rstrip("".join(sizes))

@@ -4,9 +4,11 @@ A rank computes some of the layers, and of each matrix the part that ``tp`` leav
 what FSDP gathers and shards. Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's shards on 64 ranks.
 """
 
+import collections
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterable
 
 from llama405b.contract.errors import STAGING_SHARE
@@ -184,6 +186,18 @@ IN_TRANSFER = "on their way"  # of a unit at a time, gradients and weights
 LAYER_INPUTS = "layer inputs"
 PINNED_KINDS = {"optimizer": ("gradients", IN_TRANSFER), "all": ("parameters", "gradients")}  # what crosses to GPUs
 FP32_NORMS = "norms in FP32"  # their masters, and what their moments take more
+SEARCHED_SETTINGS = {  # of fields of ``PredictedRun``
+    "offload": "parallel.offload", "numerics": "parallel.numerics", "moments": "parallel.moments",
+    "fsdp_unit": "parallel.fsdp_unit", "fsdp_embedding": "parallel.fsdp_embedding", "prefetch": "parallel.prefetch",
+    "kept_by": "parallel.reshard_after_forward", "tp": "parallel.tp", "cp": "parallel.cp", "pp": "parallel.pp",
+    "pp_schedule": "parallel.pp_schedule", "loss": "model.loss", "activations": "model.activations",
+    "compiled": "model.compile", "fused": "model.fused", "seq_len": "data.seq_len",
+    "micro_batch": "training.micro_batch_size", "optimizer": "optimizer.kind",
+}  # fmt: skip
+FIXED_SETTINGS = {
+    "global_batch": "training.global_batch_size", "keep": "checkpoint.keep", "attention": "model.attention",
+    "packing": "data.packing", "every": "checkpoint.every",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,43 +248,16 @@ class PredictedRun:
         Raises:
             UserError: The settings make no mesh of so many ranks.
         """
-        axes = axes or Axes.from_parallel(config.parallel, world, ranks_per_host)
+        axes, spec = axes or Axes.from_parallel(config.parallel, world, ranks_per_host), config.parallel.strategy_spec
+        settings = (SEARCHED_SETTINGS | FIXED_SETTINGS).items()
         return cls(
-            llama,
-            config.parallel.numerics,
-            config.parallel.offload,
-            world,
-            config.data.seq_len,
-            config.training.micro_batch_size,
-            config.training.global_batch_size,
-            config.checkpoint.keep,
-            config.parallel.overlap and not config.parallel.is_fsdp1,
-            config.parallel.moments,
-            config.parallel.fsdp_unit,
-            config.parallel.fsdp_embedding,
-            ranks_per_host,
-            mtbf_s=config.checkpoint.mtbf * 3600,
-            attention=config.model.attention,
-            packing=config.data.packing,
-            every=config.checkpoint.every,
-            staging_bytes=config.checkpoint.staging_bytes,
-            dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0,
-            tp=config.parallel.tp,
-            cp=config.parallel.cp,
-            pp=config.parallel.pp,
-            pp_schedule=config.parallel.pp_schedule,
-            keeps_weights=config.parallel.strategy_spec.keeps_weights_gathered,
-            reduces_each=config.parallel.strategy_spec.reduces_every_microbatch,
-            loss=config.model.loss,
+            llama=llama, world=world, ranks_per_host=ranks_per_host, mtbf_s=config.checkpoint.mtbf * 3600,
+            overlap=config.parallel.overlap and not config.parallel.is_fsdp1, staging_bytes=config.checkpoint.staging_bytes,
+            dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0, keeps_weights=spec.keeps_weights_gathered,
+            reduces_each=spec.reduces_every_microbatch, adapter=config.adapter,
             recompute=Recompute.parse(config.model.activation_checkpointing),
-            activations=config.model.activations,
-            compiled=config.model.compile,
-            fused=config.model.fused,
-            prefetch=config.parallel.prefetch,
-            kept_by=config.parallel.reshard_after_forward,
-            adapter=config.adapter,
-            optimizer=config.optimizer.kind,
-        )
+            **{field: operator.attrgetter(name)(config) for field, name in settings},
+        )  # fmt: skip
 
     @property
     def axes(self) -> Axes:
@@ -292,39 +279,14 @@ class PredictedRun:
             if not self.keeps_weights:
                 strategy = "fsdp2"
         copies = self.axes.dp_replicate if strategy != "ddp" else 0
-        parallel = dataclasses.replace(
-            requested.parallel,
-            strategy=strategy,
-            dp_replicate=copies if copies > 1 else 0,
-            tp=self.tp,
-            cp=self.cp,
-            pp=self.pp,
-            pp_schedule=self.pp_schedule,
-            numerics=self.numerics,
-            offload=self.offload,
-            fsdp_unit=self.fsdp_unit,
-            fsdp_embedding=self.fsdp_embedding,
-            moments=self.moments,
-            prefetch=self.prefetch,
-            reshard_after_forward=self.kept_by,
-        )
-        model = dataclasses.replace(
-            requested.model,
-            activation_checkpointing=str(self.recompute),
-            activations=self.activations,
-            loss=self.loss,
-            compile=self.compiled,
-            fused=self.fused,
-        )
-        return dataclasses.replace(
-            requested,
-            model=model,
-            parallel=parallel,
-            adapter=self.adapter,
-            data=dataclasses.replace(requested.data, seq_len=self.seq_len),
-            training=dataclasses.replace(requested.training, micro_batch_size=self.micro_batch),
-            optimizer=dataclasses.replace(requested.optimizer, kind=self.optimizer),
-        )
+        sections: dict[str, dict[str, object]] = collections.defaultdict(dict)
+        for field, name in SEARCHED_SETTINGS.items():
+            section, _, key = name.partition(".")
+            sections[section][key] = getattr(self, field)
+        sections["parallel"] |= {"strategy": strategy, "dp_replicate": copies if copies > 1 else 0}
+        sections["model"]["activation_checkpointing"] = str(self.recompute)
+        changed = {name: dataclasses.replace(getattr(requested, name), **values) for name, values in sections.items()}
+        return dataclasses.replace(requested, adapter=self.adapter, **changed)
 
     @property
     def shards(self) -> int:

@@ -545,19 +545,10 @@ def _other_meshes(run: PredictedRun) -> Iterator[tuple[PredictedRun, int]]:
         except UserError:  # the ranks cannot be split so
             continue
         layout = dataclasses.replace(
-            run,
-            tp=tp,
-            cp=cp,
-            pp=pp,
-            pp_schedule=schedule,
-            dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0,
-            keeps_weights=spec.keeps_weights_gathered,
-            reduces_each=spec.reduces_every_microbatch,
-            fsdp_unit="layer",
-            fsdp_embedding=True,
-            prefetch=0,
-            kept_by=0,
-        )
+            run, tp=tp, cp=cp, pp=pp, pp_schedule=schedule, dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0,
+            keeps_weights=spec.keeps_weights_gathered, reduces_each=spec.reduces_every_microbatch, fsdp_unit="layer",
+            fsdp_embedding=True, prefetch=0, kept_by=0,
+        )  # fmt: skip
         if format_split(layout) != own_split:
             yield layout, rank_elements(run.llama, axes, 0, parallel.virtual_stages)
 
@@ -579,26 +570,19 @@ def split_label(run: PredictedRun) -> str:
 
 def untested_features(run: PredictedRun) -> str:
     """Return the settings of a run, besides FSDP, that were tested on one GPU at most; '': none."""
-    words = [label] if (label := split_label(run)) else []
-    if run.optimizer != "adamw":
-        words.append(f"--optimizer.kind {run.optimizer}")
-    if run.loss == "chunked":
-        words.append("--model.loss chunked")
-    if run.activations == "host":
-        words.append("--model.activations host")
-    if run.compiled:
-        words.append("--model.compile true")
-    if run.numerics in ("fp8", "bf16-stochastic"):
-        words.append(f"--parallel.numerics {run.numerics}")
-    if run.fused:
-        words.append("--model.fused true")
-    if run.prefetch:
-        words.append(f"--parallel.prefetch {run.prefetch}")
-    if run.kept_by:
-        words.append(f"--parallel.reshard_after_forward {run.kept_by}")
-    if run.recompute != FULL_RECOMPUTE:
-        words.append(f"--model.activation_checkpointing {run.recompute}")
-    return ", ".join(words)
+    words = (
+        split_label(run),
+        f"--optimizer.kind {run.optimizer}" * (run.optimizer != "adamw"),
+        "--model.loss chunked" * (run.loss == "chunked"),
+        "--model.activations host" * (run.activations == "host"),
+        "--model.compile true" * run.compiled,
+        f"--parallel.numerics {run.numerics}" * (run.numerics in ("fp8", "bf16-stochastic")),
+        "--model.fused true" * run.fused,
+        f"--parallel.prefetch {run.prefetch}" * bool(run.prefetch),
+        f"--parallel.reshard_after_forward {run.kept_by}" * bool(run.kept_by),
+        f"--model.activation_checkpointing {run.recompute}" * (run.recompute != FULL_RECOMPUTE),
+    )
+    return ", ".join(filter(None, words))
 
 
 def is_near_fastest(prediction: Prediction, fastest: float) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from llama405b.contract.reader import AS_WRITTEN
-from llama405b.predict.calibration import MORE_LAYERS, MeasuredStep, extrapolate
+from llama405b.predict.calibration import MORE_LAYERS, STEP_PARTS, MeasuredStep, extrapolate
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.search import (
@@ -37,10 +37,9 @@ MIN_GAIN = 0.002  # expected improvement, as a share of the fastest: below it, a
 COMMON_SD = 3.0  # of the logarithm: machines may have no data sheet
 SLOPE_SD = 0.5  # of how much larger or smaller differences are than predicted: on CPUs that are no GPUs by far
 AXIS_SD, NOISE_SD = 0.1, 0.02
-AXIS_SCALES = (1.0, 3.0)  # factors on ``AXIS_SD``, weighted by how likely they are: one alone is taken too early
+AXIS_SCALES = (0.5, 1.0, 2.0, 4.0)  # factors on ``AXIS_SD``, weighted by how likely they are: one is taken too early
 LOSS_TOLERANCE, NORM_TOLERANCE = 5e-3, 5e-2  # relative: kernels and meshes round differently in BF16
 COMPARED_STEPS = 2
-PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s")
 FAILED_FACTOR = 2.0  # on the longest time: what a failure counts as
 Trait = str | float
 
@@ -54,6 +53,15 @@ class Candidate:
     traits: dict[str, Trait]  # the value of each axis of the search; numbers that are close are alike
     predicted_s: float  # of a step; 0: unknown
     layers: tuple[int, ...]  # the numbers of layers to measure with
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """What settings gave: medians of steps with few layers and with more, or why they failed."""
+
+    points: tuple[MeasuredStep, ...] = ()
+    first_steps: tuple[float, ...] = ()  # losses, then gradient norms
+    fault: str = ""  # where, and why
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +105,7 @@ class Trials:
 
     def step_s(self, points: Sequence[MeasuredStep]) -> float:
         """Return the time of a step with all layers, of points in order of their layers."""
-        return sum(extrapolate(points[0], points[-1], self.layers, attrgetter(part)) for part in PARTS)
+        return sum(extrapolate(points[0], points[-1], self.layers, attrgetter(part)) for part in STEP_PARTS)
 
 
 class _TimeModel:

@@ -149,12 +149,11 @@ def _type_schema(type_: Any) -> dict[str, Any]:
     return {"type": JSON_TYPES[type_]}
 
 
-MAX_WORLD_SIZE = 1_000_000
 EVALUATE_ONLY = "--evaluate-only"
 TRAIN_DESCRIPTION = """\
 Train a Llama: one process per rank, under torchrun. `llama405b launch` starts it on every host and takes the same settings.
 
-  llama405b train --preset llama3.1-8b --data.paths corpus --dry-run --world 8
+  torchrun -m llama405b.train --preset llama3.2-1b --data.paths corpus
   llama405b launch hosts --config my.toml --optimizer.lr 2e-5"""
 
 
@@ -166,8 +165,6 @@ class TrainCommand:
     preset: str
     run_dir: Path
     resume: str
-    dry_run: bool
-    world_size: int
     is_evaluation: bool  # without training
     blame_step: int = 0  # also without training: the step whose documents are measured; 0: none
 
@@ -245,33 +242,17 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     add_resume(parser.add_argument)
     add_evaluate_only(parser.add_argument)
     add_blame(parser.add_argument)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="shard the model on the meta device and report what it needs"
-    )
-    parser.add_argument("--world", type=int, default=1, help="number of ranks for --dry-run [1]")
     flags, other_args = config.split_flags(argv)
     parsed, rest = parser.parse_known_args(other_args)
     config.refuse_unknown(rest, parser.options)
-    if not 1 <= parsed.world <= MAX_WORLD_SIZE:
-        raise UserError(f"--world: {parsed.world} is out of range; use 1 to {MAX_WORLD_SIZE}")
     is_evaluation = parsed.evaluate_only or bool(parsed.blame)
     check_resume(parsed.resume, is_evaluation=is_evaluation)
     sources = [config.read_preset(parsed.preset), *map(config.read_toml, parsed.config), config.read_flags(flags)]
     settings = config.merge_sources(*sources)
-    if parsed.dry_run:  # a dry run reads no data, but data.paths must not be empty
-        settings = {"data.paths": (("none",), "--dry-run")} | settings
     if parsed.evaluate_only:
         settings = evaluation_settings(settings)
-    return TrainCommand(
-        config.resolve(settings),
-        parsed.preset,
-        parsed.run_dir,
-        parsed.resume,
-        parsed.dry_run,
-        parsed.world,
-        is_evaluation,
-        parsed.blame,
-    )
+    resolved = config.resolve(settings)
+    return TrainCommand(resolved, parsed.preset, parsed.run_dir, parsed.resume, is_evaluation, parsed.blame)
 
 
 def evaluation_settings(settings: Mapping[str, SourcedValue]) -> dict[str, SourcedValue]:

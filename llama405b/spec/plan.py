@@ -93,11 +93,6 @@ class Plan:
     mesh: Axes | None = None  # of its ranks; None: of another program
 
     @property
-    def expected_step_s(self) -> float:
-        """Seconds of a step, as predicted; 0: nothing is."""
-        return self.expected.step_s
-
-    @property
     def trains(self) -> bool:
         """Whether the program is our trainer, which saves on a stop request and writes heartbeats."""
         return self.program[:2] == ("-m", "llama405b.train")

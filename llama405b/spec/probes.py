@@ -175,6 +175,9 @@ class Figure:
     value: float
     unit: str
     hosts: tuple[str, ...] = ()  # whose it is: one, or both ends of a link; (): all ranks'
+    run: str = (
+        ""  # of a step's seconds: what ``predict`` takes it to be, as JSON, so that predictions can be held to it
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,7 +209,8 @@ class ProbeResult:
     failed_on: str = ""  # the host; "": not one alone
     skipped: bool = False  # there was no time left
     more: bool = False  # of its figures follow
-    trial: str = ""  # of `trials`, the settings that began, or with figures what they gave; "": the whole probe
+    trial: str = ""  # of `trials`, the settings that began or ended; "": the whole probe
+    outcome: str = ""  # of settings that ended, as JSON
     software: Software | None = None
     allocator: dict[str, int] = dataclasses.field(default_factory=dict)  # torch's statistics of rank 0's GPU
 

@@ -24,7 +24,7 @@ def _read(directory):
 
 def _load_and_compare(me, directory, numerics, checkpointing):
     from llama405b.model import llama
-    from llama405b.model.llama import checkpoint_activations
+    from llama405b.model.llama import checkpoint_activations, strip_wrappers
     from llama405b.parallel import fsdp, load_weights
     from llama405b.settings.schema import Parallel
 
@@ -42,15 +42,15 @@ def _load_and_compare(me, directory, numerics, checkpointing):
         )
         assert calls[-1][0] == calls[-1][1] == sum(t.numel() * t.element_size() for t in whole.values())
         seen = set()
-        for _, parameters in fsdp.parameters_by_unit(module):
-            for name, parameter in parameters.items():
-                start, stop = shard_range(whole[name].shape[0], me.index, me.world_size)
-                local = parameter.to_local()
-                expected = whole[name][start:stop].to(local.dtype)
-                if not torch.equal(local, expected):
-                    faults.append(f"{how} {name}")
-                assert parameter.full_tensor().shape == whole[name].shape
-                seen.add(name)
+        for wrapped_name, parameter in module.named_parameters():
+            name = strip_wrappers(wrapped_name)
+            start, stop = shard_range(whole[name].shape[0], me.index, me.world_size)
+            local = parameter.to_local()
+            expected = whole[name][start:stop].to(local.dtype)
+            if not torch.equal(local, expected):
+                faults.append(f"{how} {name}")
+            assert parameter.full_tensor().shape == whole[name].shape
+            seen.add(name)
         assert seen == set(whole)
         reference = LlamaForCausalLM.from_pretrained(directory)
         assert torch.equal(module.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)

@@ -88,7 +88,7 @@ def test_each_strategy_takes_what_torch_tracks(model, strategy):
     assert (tracked.before, tracked.after) == (shards, 2 * shards)
     found = estimate(load)
     assert found.peak.total - found.peak.bytes_by_kind["moments"] == pytest.approx(tracked.peak, rel=0.03)
-    assert (found.gpu_reserved_bytes is not None) == (strategy == "hsdp")  # copies reserve what one alone does
+    assert found.gpu_reserved_bytes is not None
 
 
 OTHER_LAYERS = {
@@ -184,7 +184,11 @@ def test_each_axis_takes_what_torch_tracks(seq_len, mesh):
     assert load.axes == axes
     assert tracked.before == load.weight_bytes * rank_elements(llama, axes, rank, parallel.virtual_stages)
     found = find_stage_peak(load, stage)
-    assert found.total - found.bytes_by_kind.get("moments", 0) == pytest.approx(tracked.peak, rel=0.03)
+    peak = found.total - found.bytes_by_kind.get("moments", 0)
+    # With tp, DTensor makes the embedding's gradient of the whole vocabulary. The tracker has it until it is reduced; CUDA's allocator
+    # gets it back before, and reserved.csv has what that allocates.
+    whole = (axes.tp > 1) * load.compute_bytes * llama.vocab * llama.hidden
+    assert 0.97 * (tracked.peak - whole) <= peak <= 1.03 * tracked.peak
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)

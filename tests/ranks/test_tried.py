@@ -3,9 +3,8 @@
 import pytest
 
 from llama405b.contract import reader
-from llama405b.predict.tuning import Candidate, Trials
+from llama405b.predict.tuning import Candidate, Trial, Trials
 from llama405b.spec.probes import decode_results
-from llama405b_tools.launch.probes import parse_trial
 from ranks_rig import run_program
 
 FLAGS = (
@@ -32,7 +31,7 @@ def test_each_trial_begins_anew_and_the_first_that_fails_ends_all(demo, tmp_path
         "--probes",
         "trials",
         "--time-limit",
-        "200",
+        "100",
         "--device",
         "cpu",
         "--trials",
@@ -43,7 +42,7 @@ def test_each_trial_begins_anew_and_the_first_that_fails_ends_all(demo, tmp_path
     done = run_program("llama405b.bench.__main__:main", *words, cwd=tmp_path, world=world, timeout_s=200)
     assert done.returncode == 1
     results = [*decode_results(done.stdout.splitlines())]
-    found = {result.trial: parse_trial(result) for result in results if result.trial and result.figures}
+    found = {each.trial: reader.loads(Trial, each.outcome, "it") for each in results if each.outcome and not each.fault}
     assert [*found] == ["as set", "split", "one"]
     for trial in found.values():
         assert [point.layers for point in trial.points] == [1, 2]

@@ -10,8 +10,10 @@ import json
 import math
 from pathlib import Path
 
-from llama405b.predict.hardware import GIB, ModelShape, Rates, TrainingSetup, read_gpus
-from llama405b.predict.run_shape import layers_per_stage
+from llama405b.contract import reader
+from llama405b.predict.estimate import Cluster, training_setup
+from llama405b.predict.hardware import GIB, ModelShape, Rates, TrainingSetup, match_gpu, read_gpus
+from llama405b.predict.run_shape import PredictedRun, layers_per_stage
 from llama405b.predict.step_time import step_time
 from llama405b.settings.axes import Recompute
 from llama405b.settings.config import PRESET_DIR
@@ -20,7 +22,7 @@ from llama405b.spec.adapters import adapted_features, n_adapter_parameters
 from llama405b.spec.models import parse_llama
 
 DATA = Path(__file__).parent.parent / "data"
-ROWS, UNSEEN = DATA / "published.csv", DATA / "unseen.csv"
+ROWS, UNSEEN, BUNDLES = DATA / "published.csv", DATA / "unseen.csv", DATA / "bundles"
 OTHER_GPUS = DATA / "unseen_gpus.toml"
 PROGRAMS = {  # by how a source begins
     "MosaicML": "llm-foundry", "torchtitan": "torchtitan", "Trainy": "torchtitan", "Lambda": "Lambda", "ATorch": "ATorch",
@@ -111,6 +113,38 @@ class Row:
     def error(self, rates: Rates) -> float:
         """How far the prediction is from the measurement, as a share of that."""
         return self.predicted(rates) / self.value - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchStep:
+    """A step of this trainer that `llama405b bench` timed."""
+
+    setting: TrainingSetup
+    step_s: float
+    program: str = "llama405b"
+    is_evidence: bool = True
+
+    def slowness(self, rates: Rates) -> float:
+        """As that of a row."""
+        return math.log(self.step_s / step_time(self.setting, rates).step_s)
+
+
+def read_bundles(directory=BUNDLES):
+    """The steps in all bundles."""
+    return [step for file in sorted(directory.glob("*.json")) for step in read_bundle(file)]
+
+
+def read_bundle(file):
+    """The steps in a bundle of `llama405b bench`, on GPUs that are known."""
+    found = []
+    for result in json.loads(file.read_text())["results"]:
+        name, _, gib = next(iter((result["software"] or {}).get("gpus", ())), "").rpartition(", ")
+        gpu = match_gpu(name, float(gib.removesuffix(" GiB")) * GIB, read_gpus()) if name else None
+        for figure in result["figures"] if gpu else ():
+            if figure.get("run"):
+                run = reader.loads(PredictedRun, figure["run"], "a run")
+                found.append(BenchStep(training_setup(run, Cluster(gpu)), figure["value"]))
+    return found
 
 
 def shape_of(model):

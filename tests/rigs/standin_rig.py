@@ -88,9 +88,8 @@ class Standin:
     def try_out(self, candidates, compared_layers, world):
         """Try settings of the model with `tune`'s program; returns what each gave, by label."""
         from llama405b.contract import reader
-        from llama405b.predict.tuning import Trials
+        from llama405b.predict.tuning import Trial, Trials
         from llama405b.spec.probes import decode_results
-        from llama405b_tools.launch.probes import parse_trial
 
         cwd = self.directory / f"trials-{next(self.numbers)}"
         cwd.mkdir()
@@ -115,7 +114,7 @@ class Standin:
         done = run_program("standin_rig:tuner", reader.dumps(trials), cwd=cwd, world=world, timeout_s=300)
         assert done.returncode == 0, done.stdout + done.stderr
         results = decode_results(done.stdout.splitlines())
-        return {result.trial: parse_trial(result) for result in results if result.figures}
+        return {result.trial: reader.loads(Trial, result.outcome, "it") for result in results if result.outcome}
 
 
 def _write_documents(directory):
@@ -223,7 +222,7 @@ def tuner():
     from llama405b.contract import reader
     from llama405b.predict.tuning import Trials
 
-    trials.TIMED_S = 0.1
+    trials.ENOUGH_S = 0.1
     trials.run_trials(program.Options("cuda").join(), reader.loads(Trials, sys.argv[1], "the trials"), Path("r"), 600.0)
 
 

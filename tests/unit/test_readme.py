@@ -7,7 +7,8 @@ import pytest
 
 from conftest import ROOT
 from llama405b.contract.records import Metrics
-from llama405b.predict.estimate import table_row
+from llama405b.predict.estimate import estimate
+from llama405b.predict.hardware import GIB
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.settings import command, config
 from llama405b.settings.axes import Axes
@@ -53,6 +54,15 @@ def test_the_hosts_are_accepted():
     assert [host.name for host in hosts] == [*(f"gpu-{i:02}" for i in range(1, 9)), "gpu-01"]
     assert hosts[-1].places == {"cache": "/nvme/hf", "scratch": "/nvme/tmp"}
     assert f"`{line}`" in README
+
+
+def table_row(name, run):
+    needs = estimate(run)
+    sizes = (needs.gpu_bytes, needs.gpu_reserved_bytes, needs.host_bytes, needs.weights_bytes, needs.checkpoints_bytes)
+    gib = [f"{n_bytes / GIB:,.0f}" for n_bytes in sizes]
+    memory, ram = f"{gib[0]} / {gib[1]} GiB", f"{gib[2]} GiB" if needs.host_bytes else "-"
+    step = f"{needs.step_s:.0f} s" if needs.step_s else "-"
+    return f"| {name} | {run.numerics} | {run.offload} | {run.world} | {memory} | {ram} | {gib[3]} GiB | {gib[4]} GiB | {step} |"
 
 
 def test_the_estimates_are_those_that_are_computed():

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from llama405b.contract.errors import STAGING_SHARE, fmt_if, pluralize
 from llama405b.contract.software import DOCS
 from llama405b.predict.calibration import MIN_PROGRAMS, STEPS_RANGE, Calibration, Evidence, TimeRange
-from llama405b.predict.estimate import Machines
 from llama405b.predict.hardware import GIB
 from llama405b.predict.offers import MAX_HOSTS, WORTHWHILE_SPEEDUP, Offer, Timing, sensitivities, worthwhile_hosts
 from llama405b.predict.run_shape import PredictedRun
@@ -108,7 +107,7 @@ def format_summary(
     lines = [
         f"{short_fit_label(prediction)}: {_format_size(run)} on {machines}; {_format_margin(prediction)}",
         *_wrap("settings", ", ".join(filter(None, settings))),
-        *_summary_time_lines(prediction, options),
+        *_time_lines(prediction, options),
         _bar_line(name, used_bytes, gpu.memory_bytes, words),
     ]
     if prediction.host_bytes:
@@ -165,18 +164,6 @@ def _bar_line(name: str, used_bytes: float, limit_bytes: float, words: str) -> s
     return f"{name:12} [{bar}] {used_bytes / GIB:,.{digits}f} of {limit_bytes / GIB:,.{digits}f} GiB {words}"
 
 
-def _summary_time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
-    """Return the lines on a step, and on all tokens or a day."""
-    lines = _claim_lines(prediction, options)
-    if not (prediction.needs.step_s and prediction.tokens_per_s):
-        return [*lines, _format_unknown_time(prediction)]
-    step = f"{format_range(prediction.needs.step_s, prediction.time_range)} s"
-    mfu = f", MFU {100 * prediction.mfu:.0f}%" if prediction.mfu else ""
-    per_gpu = prediction.tokens_per_s / prediction.run.world
-    lines.append(f"step         {step}; {prediction.tokens_per_s:,.0f} tokens/s, {per_gpu:,.0f} per GPU{mfu}")
-    return [*lines, *_total_lines(prediction, options)]
-
-
 def _sensitivity_lines(prediction: Prediction) -> list[str]:
     """Return the line on what the time depends on most."""
     if prediction.calibration or prediction.cluster.gpu.is_cpu:
@@ -193,7 +180,7 @@ def format_prediction(prediction: Prediction, options: ReportOptions) -> list[st
         limit = f"of {prediction.ram_bytes / GIB:,.0f} GiB: {FIT_LABELS[prediction.ram_fit]}"
         needed = format_spread(prediction.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
         lines.append(f"host memory  {needed} {limit}, per host: {_format_parts(prediction.host_bytes_by_kind)}")
-    lines += [*_time_lines(prediction, options), *_storage_lines(prediction)]
+    lines += [*_time_lines(prediction, options, is_verbose=True), *_storage_lines(prediction)]
     lines += _waste_lines(prediction.run)
     if prediction.calibration:
         lines += _calibration_lines(prediction.run, prediction.calibration)
@@ -372,30 +359,32 @@ def _claim_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
         return [f"IMPOSSIBLE   a step of {claimed_s:g} s: {floor}; check sequence, batch and GPUs"]
     if not (claimed_s and step_s):
         return []
-    return [f"compared     {_compare_measured(claimed_s, step_s, prediction.time_range)}"]
+    low_s, high_s = prediction.time_range.bounds(step_s)
+    verdict = "as predicted" if low_s <= claimed_s <= high_s else "not as predicted"
+    share = f"{claimed_s / step_s:.2f} of {format_range(step_s, prediction.time_range)} s"
+    return [f"compared     {claimed_s:g} s a step, {verdict}: {share}"]
 
 
-def _format_unknown_time(prediction: Prediction) -> str:
-    return f"time         unknown: no measured times with {prediction.run.numerics}"
-
-
-def _time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
-    time, lines = prediction.needs.time, _claim_lines(prediction, options)
-    if not (time and prediction.tokens_per_s):
-        return [*lines, _format_unknown_time(prediction)]
-    rate = prediction.tokens_per_s
-    utilization = (
-        f", MFU {100 * prediction.mfu:.0f}%, HFU {100 * prediction.hfu:.0f}%"
-        if prediction.mfu and prediction.hfu
-        else ""
+def _time_lines(prediction: Prediction, options: ReportOptions, *, is_verbose: bool = False) -> list[str]:
+    """Return the lines on a step, and on all tokens or a day."""
+    needs, rate, lines = prediction.needs, prediction.tokens_per_s, _claim_lines(prediction, options)
+    if not (needs.time and needs.step_s and rate):
+        return [*lines, f"time         unknown: no measured times with {prediction.run.numerics}"]
+    step = f"step         {format_range(needs.step_s, prediction.time_range)} s"
+    speed = f"{rate:,.0f} tokens/s, {rate / prediction.run.world:,.0f} per GPU"
+    mfu, hfu = (
+        f", {name} {100 * x:.0f}%" if x else "" for name, x in (("MFU", prediction.mfu), ("HFU", prediction.hfu))
     )
-    lines += [
-        f"step         {format_range(time.step_s, prediction.time_range)} s: {_format_split(time)}; lower bound {prediction.floor_s:.1f}",
-        *_compute_lines(time),
-        f"range        {_format_basis(prediction)}",
-        f"rate         {rate:,.0f} tokens/s, {rate / prediction.run.world:,.0f} per GPU{utilization}",
-        *_goodput_lines(prediction, options),
-    ]
+    if is_verbose:
+        lines += [
+            f"{step}: {_format_split(needs.time)}; lower bound {prediction.floor_s:.1f}",
+            *_compute_lines(needs.time),
+            f"range        {_format_basis(prediction)}",
+            f"rate         {speed}{mfu}{hfu}",
+            *_goodput_lines(prediction, options),
+        ]
+    else:
+        lines.append(f"{step}; {speed}{mfu}")
     return [*lines, *_total_lines(prediction, options)]
 
 
@@ -409,13 +398,6 @@ def _total_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
     hourly = price * prediction.run.world
     step = format_range(hourly * (prediction.needs.step_s or 0.0) / 3600, prediction.time_range)
     return [f"cost         {hourly * 24:,.0f} a day, {step} a step, at {price:g} a GPU-hour"]
-
-
-def _compare_measured(measured_s: float, predicted_s: float, time_range: TimeRange) -> str:
-    """Say whether a step took what was predicted."""
-    low_s, high_s = time_range.bounds(predicted_s)
-    verdict = "as predicted" if low_s <= measured_s <= high_s else "not as predicted"
-    return f"{measured_s:g} s a step, {verdict}: {measured_s / predicted_s:.2f} of {format_range(predicted_s, time_range)} s"
 
 
 def _goodput_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
@@ -517,13 +499,13 @@ FIELD_UNITS = {  # of fields, by their name or how it ends
 }
 
 
-def prediction_record(prediction: Prediction, machines: Machines, options: ReportOptions) -> dict[str, object]:
+def prediction_record(prediction: Prediction, options: ReportOptions) -> dict[str, object]:
     """Return a prediction and its inputs as a record for JSON."""
     needs, run, time_range = prediction.needs, prediction.run, prediction.time_range
     hours, goodput = prediction.hours(options.tokens) or None, prediction.goodput(options.tokens)
     gpu_hours, price = hours * run.world if hours else None, options.price_of(prediction.cluster.gpu.name)
     return {
-        "inputs": _record_inputs(prediction, machines, options),
+        "inputs": _record_inputs(prediction, options),
         "fits": prediction.fit.name.lower(), "gpu_bytes": needs.gpu_bytes, "host_bytes": prediction.host_bytes,
         "gpu_reserved_bytes": needs.gpu_reserved_bytes, "gpu_reserved_by_pool_bytes": needs.reserved_by_pool,
         "gpu_held_bytes": needs.peak.bytes_by_kind, "peak_moment": needs.peak.moment, "host_held_bytes": prediction.host_bytes_by_kind,
@@ -544,13 +526,13 @@ def prediction_record(prediction: Prediction, machines: Machines, options: Repor
     }  # fmt: skip
 
 
-def _record_inputs(prediction: Prediction, machines: Machines, options: ReportOptions) -> Mapping[str, object]:
+def _record_inputs(prediction: Prediction, options: ReportOptions) -> Mapping[str, object]:
     """Return the inputs of a prediction: machines, model, and the settings that matter."""
-    run = prediction.run
+    run, cluster = prediction.run, prediction.cluster
     return {
-        "nodes": machines.nodes, "slots": machines.slots, "gpu": prediction.cluster.gpu.name,
-        "gpu_memory_bytes": prediction.cluster.gpu.memory_bytes, "ram_bytes": machines.ram_bytes or None,
-        "nic_bytes_per_s": machines.nic_bytes_per_s, "disk_bytes_per_s": machines.disk_bytes_per_s,
+        "nodes": run.hosts, "slots": run.ranks_per_host, "gpu": cluster.gpu.name,
+        "gpu_memory_bytes": cluster.gpu.memory_bytes, "ram_bytes": prediction.ram_bytes or None,
+        "nic_bytes_per_s": cluster.nic_bytes_per_s, "disk_bytes_per_s": cluster.disk_bytes_per_s,
         "parameters": run.llama.parameters, "layers": run.llama.layers, "numerics": run.numerics, "overlap": run.overlap,
         "adapter": adapter_label(run.adapter),
         "seq_len": run.seq_len, "global_batch_size": prediction.run.global_batch, "attention": run.attention, "packing": run.packing,
@@ -638,25 +620,23 @@ def comparison_lines(predictions: Mapping[str, Prediction], options: ReportOptio
     verdicts = ["", *map(fit_label, predictions.values())]
     lines = [f"{line:{width}}  {verdict}".rstrip() for line, verdict in zip(cells, verdicts, strict=True)]
     planned = next(iter(predictions.values()))
-    batches = filter(
-        None, (_describe_batch_change(name, prediction, planned) for name, prediction in predictions.items())
-    )
-    unmeasured = [
-        f"  {name}: {UNMEASURED}"
-        for name, prediction in predictions.items()
-        if prediction.evidence is Evidence.OTHER_GPU
-    ]
+    changes = [line for name, prediction in predictions.items() for line in _describe_change(name, prediction, planned)]
     totals = "days, GPU-hours and cost" if options.prices else "days and GPU-hours"
-    return ["", *lines, *batches, *unmeasured, f"  {totals} are for {tokens:,.0f} tokens, with saves and failures"]
+    return ["", *lines, *changes, f"  {totals} are for {tokens:,.0f} tokens, with saves and failures"]
 
 
-def _describe_batch_change(name: str, prediction: Prediction, planned: Prediction) -> str:
-    """Describe a changed global batch; '' if it is the planned one."""
-    if prediction.run.global_batch == planned.run.global_batch:
-        return ""
-    division = f"micro-batches of {prediction.run.micro_batch} on its {prediction.run.dp:,} ranks"
-    batch = f"--training.global_batch_size {prediction.run.global_batch}"
-    return f"  {name}: {batch}, as {planned.run.global_batch} sequences do not divide into {division}"
+def _describe_change(name: str, prediction: Prediction, planned: Prediction) -> list[str]:
+    """Describe other settings than planned: a GPU's own, and the global batch."""
+    run, lines = prediction.run, []
+    if prediction.cluster.gpu.name != planned.cluster.gpu.name:
+        lines.append(f"  {name}: {run.hosts} x {run.ranks_per_host}, {_format_settings(run)}")
+    if prediction.evidence is Evidence.OTHER_GPU:
+        lines.append(f"  {name}: {UNMEASURED}")
+    if run.global_batch != planned.run.global_batch:
+        division = f"micro-batches of {run.micro_batch} on its {run.dp:,} ranks"
+        batch = f"--training.global_batch_size {run.global_batch}"
+        lines.append(f"  {name}: {batch}, as {planned.run.global_batch} sequences do not divide into {division}")
+    return lines
 
 
 def _speed_cells(prediction: Prediction, base_rate: float | None) -> tuple[str, str, str]:

@@ -101,8 +101,9 @@ def test_a_plan_says_what_its_range_is_of(capsys, words, kind):
 
 def test_times_on_a_gpu_that_is_little_known_have_a_wide_range_and_say_so(capsys):
     words = ["--preset", "llama3.1-8b", "--tokens", "1e9", "--price", "2"]
-    assert "\n  gpu=b200-180: little is known of times on this GPU\n" in answer(
-        capsys, *words, "--what-if", "gpu=b200-180"
+    compared = answer(capsys, *words, "--what-if", "gpu=b200-180")
+    assert re.search(
+        r"\n  gpu=b200-180: 1 x 8, no offload.*\n  gpu=b200-180: little is known of times on this GPU\n", compared
     )
     record = json.loads(answer(capsys, *words, "--gpu", "b200-180", "--json"))
     assert record["evidence"] == "other GPU"

@@ -75,6 +75,17 @@ def test_a_short_name_is_that_of_the_usual_gpu(capsys, short, name):
     assert compared[f"gpu={name}"]["inputs"]["gpu"] == name
 
 
+def test_another_gpu_is_compared_with_its_own_best_settings(capsys):
+    """P5: with the settings of an H100, an H200 was worth 2 %."""
+    words = [*LARGE, "--nodes", "8", "--what-if", "gpu=h200-141", "ram=3000GiB"]
+    found = record(capsys, *words)
+    there = found["what_if"]["gpu=h200-141"]
+    assert (found["settings"]["offload"], there["settings"]["offload"], there["fits"]) == ("all", "none", "yes")
+    assert 1.02 < there["tokens_per_s"] / found["tokens_per_s"] < 1.2
+    assert found["what_if"]["ram=3000GiB"]["settings"] == found["settings"]
+    assert "\n  gpu=h200-141: 8 x 8, no offload" in asked(capsys, *words)[1]
+
+
 def test_hosts_have_as_many_gpus_as_such_hosts_have(capsys, tmp_path):
     words = [*LARGE, "--gpu", "gb200-186"]
     found = record(capsys, *words)["inputs"]

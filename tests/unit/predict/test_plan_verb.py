@@ -264,7 +264,7 @@ def test_other_machines_are_compared(capsys):
         > found["tokens_per_s"]
     )
     rows = [line.split() for line in asked(capsys, *words)[1].partition("\n\n")[2].splitlines()]
-    assert [row[0] for row in rows] == ["what", "as", "nodes=12", "nodes=16", "gpu=h200-141", "days"]
+    assert [row[0] for row in rows] == ["what", "as", "nodes=12", "nodes=16", "gpu=h200-141", "gpu=h200-141:", "days"]
     assert (
         record(capsys, *LARGE, *batch, "--nodes", "12")[1]["tokens_per_s"]
         == found["what_if"]["nodes=12"]["tokens_per_s"]

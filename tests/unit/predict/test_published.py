@@ -28,9 +28,14 @@ from fit_plan import (
     table,
     written,
 )
+from llama405b.contract import reader
 from llama405b.predict.calibration import MEASURED_GPUS, MIN_PROGRAMS, RANGES_FILE, Evidence, find_time_range
+from llama405b.predict.estimate import Cluster, training_setup
 from llama405b.predict.hardware import COEFFICIENTS_FILE, Rates, read_gpus
-from published import ROWS, UNSEEN, read_rows
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.step_time import step_time
+from llama405b.spec.probes import Figure, Probe, ProbeResult, Software, write_bundle
+from published import ROWS, UNSEEN, llama_of, read_bundles, read_rows
 
 FROZEN = {  # since 0.3.0: what a later change gains is shown against these, so nobody fits them again to make it true
     "matmul": {"a100-40": 0.7462, "a100-80": 0.7699, "b200-180": 0.43, "h100-80": 0.5938, "h100-96-500w": 0.4634},
@@ -53,7 +58,7 @@ def unseen():
 
 @pytest.fixture(scope="module")
 def evidence(rows, unseen):
-    return plan_ranges.points([*rows, *unseen], Rates.read())
+    return plan_ranges.points([*rows, *unseen, *read_bundles()], Rates.read())
 
 
 def test_the_fitted_coefficients_are_frozen():
@@ -117,6 +122,23 @@ def test_a_range_made_without_a_program_holds_its_runs_and_is_narrower_than_befo
     others = plan_ranges.held(evidence, kind, left_out=True)
     assert others.by_program >= 0.85
     assert others.score < BEFORE[kind]
+
+
+def test_a_step_in_a_bundle_of_bench_is_held_to_the_prediction_of_its_run(tmp_path):
+    run = PredictedRun(llama_of("llama3-8b"), "fp32-master", "optimizer", 1, micro_batch=2, global_batch=2)
+    step = Figure("fsdp2, offload: step", 3.0, "s", run=reader.dumps(run))
+    for name, gpus in (
+        ("known", ("NVIDIA H100 80GB HBM3, 79.1 GiB",)),
+        ("unknown", ("NVIDIA T4, 15 GiB",)),
+        ("cpu", ()),
+    ):
+        result = ProbeResult(Probe.KNOBS, 1, 1, figures=(step, Figure("peak", 1.0, "GB")), software=Software(gpus=gpus))
+        write_bundle(tmp_path / f"{name}.json", [result], [Probe.KNOBS], "2026-11-30", ["node-1"], keep_names=False)
+    [found] = read_bundles(tmp_path)
+    setup = training_setup(run, Cluster(read_gpus()["h100-80"]))
+    expected_s = step_time(setup, Rates.read()).step_s
+    evidence = plan_ranges.points([found], Rates.read())
+    assert evidence[Evidence.OFFLOAD] == {"llama405b": [pytest.approx(math.log(3.0 / expected_s))]}
 
 
 def test_a_range_holds_nine_of_ten_programs_or_says_that_they_are_few(evidence):

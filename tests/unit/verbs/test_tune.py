@@ -77,7 +77,7 @@ def test_the_fastest_goes_into_the_file_with_what_it_was(here, capsys):
     assert "fastest with room: --training.micro_batch_size 2: 8 s a step, 1.25 x as fast as set; " in said
     assert "wrote training.micro_batch_size into my.toml" in said
     kept = read_calibration(here / "hosts", [type("Host", (), {"name": "a"})])
-    assert (kept.load.micro_batch, kept.few.micro_batch, kept.other.micro_batch, kept.tuned) == (2, 2, 1, True)
+    assert (kept.load.micro_batch, kept.few.micro_batch, kept.tuned) == (2, 2, True)
     assert tune.Outcome(found[1].option, STEPS, kept).step_s == pytest.approx(8.0)
 
 
@@ -170,7 +170,7 @@ def test_the_settings_as_asked_are_known_as_such_and_only_what_launch_takes_is_t
     assert options[0].candidate.label == "as set"
     assert options[0].candidate.flags == ()
     assert len(options) > 8
-    assert {(option.config.parallel.tp, option.config.parallel.pp) for option in options} == {(1, 1)}
+    assert {(option.prediction.run.tp, option.prediction.run.pp) for option in options} == {(1, 1)}
 
 
 def test_what_cannot_be_tuned_is_refused(here):

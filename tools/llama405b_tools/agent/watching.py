@@ -200,7 +200,7 @@ class WatchedRun:
             nodes=tuple((other.name, other.first_rank, other.slots) for other in plan.nodes),
             trains=plan.trains,
             nccl={name: value for name, value in node.env.items() if name.startswith("NCCL_")},
-            expected_step_s=plan.expected_step_s,
+            expected_step_s=plan.expected.step_s,
             load_s=plan.load_s,
             mesh=plan.mesh,
         )

@@ -23,10 +23,10 @@ from llama405b.contract import reader
 from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, RunError, UserError, fmt_if
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics
-from llama405b.predict.calibration import Calibration, MeasuredStep, StandaloneRates, layers_to_measure
+from llama405b.predict.calibration import Calibration, StandaloneRates, layers_to_measure
 from llama405b.predict.hardware import Gpu
 from llama405b.predict.run_shape import PredictedRun
-from llama405b.predict.tuning import Candidate, Trials
+from llama405b.predict.tuning import Candidate, Trial, Trials
 from llama405b.settings import command
 from llama405b.spec.plan import REHEARSAL, Plan
 from llama405b.spec.probes import (
@@ -121,7 +121,7 @@ def _missing_result(probe: Probe, plan: Plan, monitor: RunMonitor, elapsed_s: fl
 
 
 def _key(result: ProbeResult) -> tuple[Probe, str, bool]:
-    return result.probe, result.trial, bool(result.figures or result.fault)
+    return result.probe, result.trial, bool(result.outcome or result.fault)
 
 
 def stop_everywhere(plan: Plan, fleet: Fleet, *, hard: bool = False, discard: bool = False) -> None:
@@ -292,15 +292,6 @@ TRIAL_SLACK_S = 600.0  # a trial that has begun ends, also if its layers are com
 AS_SET = "as set"  # the label of the settings as they were asked for
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Trial:
-    """What one trial gave: medians of steps with few layers and with more, or why it failed."""
-
-    points: tuple[MeasuredStep, ...] = ()
-    first_steps: tuple[float, ...] = ()  # losses, then gradient norms
-    fault: str = ""  # where, and why
-
-
 OnTrial = Callable[[str, Trial], object]
 
 
@@ -424,7 +415,8 @@ class TrialRounds:
     def _take(self, result: ProbeResult) -> None:
         """Take a result as it comes."""
         if result.trial:
-            self.found[result.trial] = trial = parse_trial(result)
+            trial = reader.loads(Trial, result.outcome, "a trial") if result.outcome else None
+            self.found[result.trial] = trial
             if trial:
                 self.on_trial(result.trial, trial)
         elif result.probe is Probe.RATES:
@@ -448,22 +440,3 @@ def trial_flags(request: LaunchRequest) -> tuple[str, ...]:
     }
     own = [flag for flag in request.flags if not flag.startswith("--evaluation.prompt")]  # which only add up
     return (*own, *(f"--{key}={value}" for key, value in settings.items()))
-
-
-def parse_trial(result: ProbeResult) -> Trial | None:
-    """Return what a trial gave; None: it begins."""
-    if result.fault:
-        return Trial(fault=result.fault)
-    values: dict[int, dict[str, float]] = {}
-    for figure in result.figures:
-        layers, _, name = figure.name.partition(" ")
-        values.setdefault(int(layers), {})[name] = figure.value
-    points = tuple(
-        MeasuredStep(
-            n_layers, int(v["micro_batch"]), int(v["global_batch"]), v["data_s"], v["forward_s"], v["backward_s"],
-            v["optimizer_s"], int(v["peak_bytes"]), v["waited_s"],
-        )
-        for n_layers, v in sorted(values.items())
-    )  # fmt: skip
-    first_steps = [figure.value for figure in result.figures if " first " in figure.name]
-    return Trial(points, tuple(first_steps)) if points else None

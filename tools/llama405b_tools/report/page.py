@@ -621,12 +621,9 @@ def _document_html(document: DocumentPreview) -> str:
 
 def _scores_section(summary: Summary) -> Iterator[str]:
     """Yield what was predicted at the launch, beside what came."""
-    if not summary.scores:
-        return
-    yield "<h2>Predicted and measured</h2>"
-    yield _html_table(["", ""], [[score.name, html.escape(score.words)] for score in summary.scores])
-    if note := _seal_note(summary):
-        yield f"<p>{html.escape(note)}</p>"
+    if rows := summary.score_rows:
+        yield "<h2>Predicted and measured</h2>"
+        yield _html_table(["", ""], [[html.escape(word) for word in words] for words in rows])
 
 
 def _facts_section(summary: Summary) -> Iterator[str]:
@@ -681,17 +678,9 @@ def format_report(summary: Summary, width: int, height: int, *, plain: bool) -> 
             yield f"cost {cost:,.2f} at {summary.price:g} a {summary.hour_unit}"
         for incident in account.incidents:
             yield f"  {incident_line(account, incident, summary.hour_unit)}"
-    for i, score in enumerate(summary.scores):
-        yield f"{'' if i else 'prediction':10} {score.name} {score.words}"
-    if summary.scores and (note := _seal_note(summary)):
-        yield note
+    for i, words in enumerate(summary.score_rows):
+        yield f"{'' if i else 'prediction':10} {' '.join(words)}"
     yield from reader_notes(summary)
-
-
-def _seal_note(summary: Summary) -> str:
-    """Return a note if the prediction is not the one that the launch made."""
-    is_sealed = summary.reply.expected.is_sealed(summary.run)
-    return "" if is_sealed else "THE PREDICTION WAS CHANGED AFTER THE LAUNCH (expected, in plan.json)"
 
 
 def _rate_text(summary: Summary) -> str:

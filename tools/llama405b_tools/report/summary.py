@@ -49,7 +49,7 @@ class Score:
     name: str
     predicted: float
     measured: float
-    is_time: bool = False
+    is_time: bool = True
     likely: tuple[float, float] | None = None  # shares of what was predicted; None: it has no range
 
     @property
@@ -185,32 +185,29 @@ class Summary:
             event.time for event in self.reply.events if event.kind in STARTS and event.attempt == self.reply.attempt
         ]
         launched = self.start_time if self.reply.attempt == 1 else 0.0
-        rows = (
-            Score(
-                "a step",
-                expected.step_s,
-                _median([point.step_s for point in newest[1:]]),
-                is_time=True,
-                likely=(expected.shortest, expected.longest),
-            ),
-            Score("the first step", expected.step_s, _median([point.step_s for point in first]), is_time=True),
-            Score(
-                "until training began",
-                expected.start_s,
-                began[0] - launched if began and launched else 0.0,
-                is_time=True,
-            ),
-            Score("a save", expected.save_s, _median([event.took_s for event in saves]), is_time=True),
-            Score(
-                "of a save, training waited",
-                expected.save_wait_s,
-                _median([event.blocked_s for event in saves]),
-                is_time=True,
-            ),
-            Score("allocated", expected.allocated_bytes, last.peak_allocated_bytes if last else 0),
-            Score("peak memory", expected.peak_bytes, last.peak_bytes if last else 0),
+        likely = (expected.shortest, expected.longest)
+        until_began_s = began[0] - launched if began and launched else 0.0
+        times = (
+            Score("a step", expected.step_s, _median([point.step_s for point in newest[1:]]), likely=likely),
+            Score("the first step", expected.step_s, _median([point.step_s for point in first])),
+            Score("until training began", expected.start_s, until_began_s),
+            Score("a save", expected.save_s, _median([event.took_s for event in saves])),
+            Score("of a save, training waited", expected.save_wait_s, _median([event.blocked_s for event in saves])),
         )
+        memory = (
+            Score("allocated", expected.allocated_bytes, last.peak_allocated_bytes if last else 0, is_time=False),
+            Score("peak memory", expected.peak_bytes, last.peak_bytes if last else 0, is_time=False),
+        )
+        rows = times + memory
         return tuple(row for row in rows if row.predicted and row.measured)
+
+    @property
+    def score_rows(self) -> list[tuple[str, str]]:
+        """The scores in words; the last says if what was predicted is not what the launch predicted."""
+        rows = [(score.name, score.words) for score in self.scores]
+        if rows and not self.reply.expected.is_sealed(self.run):
+            rows.append(("THE PREDICTION WAS CHANGED AFTER THE LAUNCH", "(expected, in plan.json)"))
+        return rows
 
     def cost(self, seconds: float) -> float | None:
         """Return the cost of running all ranks for this long; None without a price."""

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from llama405b.contract.errors import (
     EXIT_FAILED,
@@ -54,7 +55,7 @@ from llama405b.predict.search import (
     variants,
 )
 from llama405b.settings import command, config, rules
-from llama405b.settings.axes import DP_AXES, Axes, MicrobatchSplit
+from llama405b.settings.axes import DP_AXES, FULL_RECOMPUTE, Axes, MicrobatchSplit
 from llama405b.settings.parser import OneLineParser
 from llama405b.settings.schema import Config, Moments, Parallel
 from llama405b.spec import models
@@ -186,7 +187,8 @@ def _add_output_options(add: Callable[..., object]) -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUES",
-        help="compare other machines, like nodes=12,16 gpu=h200, each with the nearest global batch that they divide",
+        help="compare other machines, like nodes=12,16 gpu=h200, each with the nearest global batch that they divide; other GPUs with "
+        "their best settings",
     )
     add(
         "--search",
@@ -275,9 +277,9 @@ def machine_options(args: argparse.Namespace) -> MachineOptions:
     return MachineOptions(args.nodes or 0, args.slots or 0, args.gpu, args.ram, args.nic, args.disk, args.gpus or 0)
 
 
-def what_if_variants(args: argparse.Namespace, gpus: dict[str, Gpu], slots: int) -> dict[str, argparse.Namespace]:
-    """Return the arguments for each change of --what-if, by its text: ``nodes=12,16`` is two changes; ``slots``: of the planned hosts."""
-    variants = {}
+def what_if_options(args: argparse.Namespace, gpus: dict[str, Gpu], slots: int) -> dict[str, MachineOptions]:
+    """Return the machines of each change of --what-if, by its text: ``nodes=12,16`` is two changes; ``slots``: of the planned hosts."""
+    found = {}
     for name, value in _split_changes(args.what_if):
         change = f"{name}={value}"
         if name == "gpu":
@@ -287,12 +289,12 @@ def what_if_variants(args: argparse.Namespace, gpus: dict[str, Gpu], slots: int)
             raise UserError(
                 f"--what-if: {change!r} is not a change; use nodes=N, slots=N, gpu=KIND, ram=2000GiB, nic=3200Gb/s or disk=5GB/s"
             )
-        values: dict[str, object] = {name: int(value) if is_number else value}
+        asked = machine_options(args)
         if name == "nodes" and args.gpus:  # other hosts have as many each, not as many in all
-            values |= {"gpus": None, "slots": slots}
-        variants[change] = argparse.Namespace(**vars(args) | values)
-        _check_numbers(variants[change])
-    return variants
+            asked = dataclasses.replace(asked, gpus=0, slots=slots)
+        changed: dict[str, Any] = {name: int(value) if is_number else value}
+        found[change] = dataclasses.replace(asked, **changed)
+    return found
 
 
 def _split_changes(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -322,9 +324,8 @@ class PlanAnswer:
     """The result of a plan."""
 
     prediction: Prediction
-    machines: Machines
     ranked: list[Prediction]  # results of --search, best first
-    comparisons: dict[str, tuple[Machines, Prediction]]  # results of --what-if, by the text of the change
+    comparisons: dict[str, Prediction]  # results of --what-if, by the text of the change
     options: ReportOptions
     unused_reason: str  # why the calibration is not used; "": it is used, or there is none
     hosts_notes: list[str]  # on the number of hosts, where the plan chose it
@@ -332,15 +333,11 @@ class PlanAnswer:
     def to_json(self) -> str:
         """Return the numbers as JSON, for programs."""
         extras = {
-            "search": [prediction_record(candidate, self.machines, self.options) for candidate in self.ranked],
-            "what_if": {
-                word: prediction_record(candidate, machines, self.options)
-                for word, (machines, candidate) in self.comparisons.items()
-            },
+            "search": [prediction_record(candidate, self.options) for candidate in self.ranked],
+            "what_if": {word: prediction_record(other, self.options) for word, other in self.comparisons.items()},
             "calibration_not_used": self.unused_reason,
         }
-        planned = prediction_record(self.prediction, self.machines, self.options)
-        return _to_json(planned | extras)
+        return _to_json(prediction_record(self.prediction, self.options) | extras)
 
     def format_lines(self, notes: Sequence[str], *, is_verbose: bool) -> list[str]:
         """Return the plan as text; ``notes``: the assumptions of the prediction."""
@@ -355,8 +352,7 @@ class PlanAnswer:
         if self.ranked:
             lines += ranking_lines(self.ranked)
         if self.comparisons:
-            variants = {word: outlook for word, (_, outlook) in self.comparisons.items()}
-            lines += comparison_lines({"as planned": self.prediction} | variants, self.options)
+            lines += comparison_lines({"as planned": self.prediction} | self.comparisons, self.options)
         return lines
 
 
@@ -379,8 +375,8 @@ def main(argv: Sequence[str]) -> int:
         machines = dataclasses.replace(machines, nodes=args.nodes)
     plan_config = config_for(resolve_settings(requested, args.preset, machines), machines)
     others = {
-        change: apply_machine_options(detected, machine_options(variant_args), gpus)
-        for change, variant_args in what_if_variants(args, gpus, machines.slots).items()
+        change: apply_machine_options(detected, options, gpus)
+        for change, options in what_if_options(args, gpus, machines.slots).items()
     }
     uncalibrated = predict_run(plan_config, args.preset, None, machines)
     if args.calibrate:
@@ -388,21 +384,20 @@ def main(argv: Sequence[str]) -> int:
     calibration, unused_reason = _load_calibration(args, hosts, uncalibrated)
     prediction = predict_run(plan_config, args.preset, calibration, machines)
     _refuse_unmeasured_cpu(prediction, unused_reason)
-    comparisons = {
-        change: (
-            other,
-            predict_run(
-                _config_for_other(requested, plan_config, args.preset, other, machines), args.preset, calibration, other
-            ),
-        )
-        for change, other in others.items()
-    }
+    comparisons = {}
+    for change, other in others.items():
+        settings_there = _config_for_other(requested, plan_config, args.preset, other, machines)
+        there = predict_run(settings_there, args.preset, calibration, other)
+        if other.gpu is not machines.gpu:  # the planned settings were made for another one
+            recompute = FULL_RECOMPUTE if requested.model.is_recompute_auto else there.run.recompute
+            there = best_settings(there.with_run(dataclasses.replace(there.run, recompute=recompute)))
+        comparisons[change] = there
     ranked = rank_variants(prediction, _allowed_moments(requested)) if args.search else []
     tokens, data_text = (
         (args.tokens, "") if args.tokens or placeholder_data_flags(args, settings) else _count_tokens(plan_config)
     )
     options = ReportOptions(tokens, args.price, args.measured)
-    answer = PlanAnswer(prediction, machines, ranked, comparisons, options, unused_reason, hosts_notes)
+    answer = PlanAnswer(prediction, ranked, comparisons, options, unused_reason, hosts_notes)
     if args.json:
         print(answer.to_json())
     else:
@@ -511,17 +506,8 @@ def _offers_of_kind(
 
 def _offer_record(offer: Offer) -> dict[str, object]:
     """Return an offer as a record for JSON."""
-    prediction, run, cluster = offer.prediction, offer.prediction.run, offer.prediction.cluster
-    machines = Machines(
-        run.hosts,
-        run.ranks_per_host,
-        cluster.gpu,
-        prediction.ram_bytes,
-        cluster.nic_bytes_per_s,
-        cluster.disk_bytes_per_s,
-    )
     prices = {} if offer.price is None else {"": offer.price}
-    record = prediction_record(prediction, machines, ReportOptions(offer.tokens, prices))
+    record = prediction_record(offer.prediction, ReportOptions(offer.tokens, prices))
     return record | {"timing": offer.timing.name.lower()}
 
 

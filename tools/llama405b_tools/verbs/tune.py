@@ -16,12 +16,14 @@ from typing import Any
 
 from llama405b.contract.errors import EXIT_OK, EXIT_UNFIT, RunError, UserError, reason_of
 from llama405b.contract.files import write_atomic
-from llama405b.predict.calibration import Calibration, MeasuredStep
+from llama405b.predict.calibration import Calibration
 from llama405b.predict.estimate import Cluster, MachineOptions, Machines, apply_machine_options
 from llama405b.predict.hardware import GIB, read_gpus
+from llama405b.predict.run_shape import SEARCHED_SETTINGS
 from llama405b.predict.search import Fit, Prediction
 from llama405b.predict.tuning import (
     Candidate,
+    Trial,
     Trials,
     common_layers,
     find_candidates,
@@ -36,7 +38,7 @@ from llama405b.settings.rules import find_faults
 from llama405b.settings.schema import Config
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.launch.probes import AS_SET, Trial, run_trials, trial_flags
+from llama405b_tools.launch.probes import AS_SET, run_trials, trial_flags
 from llama405b_tools.launch.request import (
     LaunchRequest,
     add_environment,
@@ -54,12 +56,10 @@ from llama405b_tools.verbs.predict import config_for, predict_run, resolve_setti
 USUAL_MINUTES = 10.0
 MIN_GAIN = 0.01  # by which a step must be shorter than as set, as a share: less is noise
 MAX_MINUTES = 600
+RECOMPUTE = "model.activation_checkpointing"
 BATCH = "training.global_batch_size"  # the search keeps it: 0 would be another number on another mesh
-SEARCHED = {
-    "training.micro_batch_size", "model.activation_checkpointing", "model.activations", "model.loss", "model.compile", "model.fused",
-    *(f"parallel.{name}" for name in (*config.MESH_SETTINGS, "offload", "moments", "fsdp_unit", "fsdp_embedding", "prefetch")),
-    "parallel.reshard_after_forward",
-}  # fmt: skip
+KEPT = {"parallel.numerics", "data.seq_len", "optimizer.kind"}  # by the search: they change what a step trains
+SEARCHED = {*SEARCHED_SETTINGS.values(), *(f"parallel.{name}" for name in config.MESH_SETTINGS), RECOMPUTE} - KEPT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +67,6 @@ class Option:
     """Settings that may be tried."""
 
     candidate: Candidate
-    config: Config
     prediction: Prediction  # before anything is measured
 
 
@@ -261,7 +260,7 @@ def make_option(found: Prediction, requested: Config, asked: Config, prediction:
         found.needs.step_s or 0.0,
         layers_to_try(found.run, common),
     )
-    return Option(candidate, chosen, prediction.with_run(found.run))
+    return Option(candidate, prediction.with_run(found.run))
 
 
 def outcome_table(outcomes: Sequence[Outcome], known: Calibration | None) -> tuple[list[str], list[list[str]]]:
@@ -301,8 +300,8 @@ def keep_best(request: LaunchRequest, outcomes: Sequence[Outcome]) -> bool:
     show(f"fastest with room: {best.label}: {seconds_text(best.step_s)} a step{gain}; {memory_words(best)}")
     before = f", {seconds_text(as_set.step_s)} before" if as_set else ""
     comment = f"tuned {best.calibration.made}: {seconds_text(best.step_s)} a step{before}"
-    changed = {} if best is as_set else config.changed_settings(best.option.config, request.settings)
-    save_calibration(request.hosts_file, dataclasses.replace(best.calibration, other=other_micro_batch(best, outcomes)))
+    changed = {} if best is as_set else config.read_flags(best.option.candidate.flags)
+    save_calibration(request.hosts_file, best.calibration)
     if changed:
         write_settings(request.files[-1], {name: value for name, (value, _) in changed.items()}, comment)
     written = f"wrote {', '.join(changed)} into" if changed else "nothing to change in"
@@ -320,16 +319,6 @@ def memory_words(outcome: Outcome) -> str:
     cluster = outcome.measured.cluster
     owner = "rank" if cluster.gpu.is_cpu else "GPU"
     return f"{outcome.measured.kept_bytes / GIB:.1f} of {cluster.gpu.memory_bytes / GIB:.1f} GiB of each {owner}"
-
-
-def other_micro_batch(best: Outcome, outcomes: Sequence[Outcome]) -> MeasuredStep | None:
-    """Return a point of the same settings with another micro-batch; None: none was measured."""
-    run = best.calibration.load
-    for outcome in outcomes:
-        other = outcome.calibration
-        if other.load != run and dataclasses.replace(other.load, micro_batch=run.micro_batch) == run:
-            return other.more
-    return None
 
 
 def write_settings(path: Path, values: Mapping[str, Any], comment: str) -> None:
