@@ -408,7 +408,8 @@ def _saved_bytes(run: PredictedRun, spec: StageSpec) -> float:
     """
     llama, size = spec.llama, run.compute_bytes * run.tokens
     projected = (llama.heads + llama.kv_heads) * llama.head_dim
-    normed = (LOSS_BYTES * run.tokens + size) * projected if llama.family.query_norms else 0
+    # A norm of queries and keys keeps its input in FP32, and what it makes of it before its weight; one that is fused, its input alone.
+    normed = (size + LOSS_BYTES * run.tokens * (not run.fused)) * projected * bool(llama.family.query_norms)
     norms = _norm_saved_bytes(run, spec, ATTENTION_INPUTS) + _norm_saved_bytes(run, spec, MLP_INPUTS)
     # Norms between a block and the residual: their input is no other's.
     after_blocks = (len(llama.family.norms) - 2) * size * llama.hidden / run.tp

@@ -53,6 +53,27 @@ def test_parts_of_405b_are_those_that_were_counted():
     assert {**parts, "recomputation": 0} == kept
 
 
+def test_attention_of_long_sequences_is_faster_with_the_kernel_that_is_named():
+    """P7: FlashAttention 3 explains published runs of 65,536 tokens and more, FlashAttention 2 does not."""
+    usual, third = (
+        step_time(setting("llama3.1-8b", 8, "none", seq_len=131_072, attention=name), RATES).compute_parts_s[
+            "attention"
+        ]
+        for name in ("flash_attention_2", "flash_attention_3")
+    )
+    assert usual / third == pytest.approx(0.65 / 0.40)
+
+
+def test_a_b200_is_worth_what_was_published_of_it():
+    """P4: 8 B parameters at 8,192 tokens ran 1.69 times as fast as on an H200, and 2.21 times was predicted."""
+    changes = {"seq_len": 8192, "recompute": Recompute("none"), "reshard": False}
+    step_s = [
+        step_time(setting("llama3.1-8b", 8, "none", gpu=read_gpus()[name], **changes), RATES).step_s
+        for name in ("h200-141", "b200-180")
+    ]
+    assert step_s[0] / step_s[1] == pytest.approx(1.69, rel=0.08)
+
+
 def test_fsdp_copies_what_it_gathers_and_reduces():
     whole, kept, rounded = (
         setting(), setting(reshard=False), setting(reduce_bytes=2)

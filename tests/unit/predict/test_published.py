@@ -141,6 +141,13 @@ def test_a_step_in_a_bundle_of_bench_is_held_to_the_prediction_of_its_run(tmp_pa
     assert evidence[Evidence.OFFLOAD] == {"llama405b": [pytest.approx(math.log(3.0 / expected_s))]}
 
 
+@pytest.mark.parametrize("count", [2, 11, 40])
+def test_any_number_of_programs_makes_a_range(count):
+    """P6: Student's t was known for ten."""
+    low, high = plan_ranges.spread([[0.01 * i, 0.02 * i] for i in range(count)])
+    assert low < 0.01 * count < 2 * high
+
+
 def test_a_range_holds_nine_of_ten_programs_or_says_that_they_are_few(evidence):
     for kind, programs in evidence.items():
         own = plan_ranges.held(evidence, kind, left_out=False)

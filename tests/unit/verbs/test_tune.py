@@ -129,21 +129,22 @@ def test_the_table_has_what_was_predicted_beside_what_was_measured(here):
         ("parallel.offload = 'all' # x\n", {"parallel.offload": "none"}),
         ("parallel = {offload = 'all', tp = 2}\n", {"parallel.offload": "none"}),
         ("[data]\npaths = [\n  'a', # one\n]\n[model]\n\n", {"model.loss": "chunked", "parallel.prefetch": 0}),
+        ("[data]\r\nseq_len = 64 # short\r\n[parallel]\r\ntp = 2\r\n", {"parallel.tp": 1}),
     ],
 )
 def test_settings_are_written_and_all_else_stays(tmp_path, before, values):
     path = tmp_path / "s.toml"
-    path.write_text(before)
+    path.write_bytes(before.encode())
     tune.write_settings(path, values, "why")
-    text = path.read_text()
+    text = path.read_bytes().decode()
     expected = tomllib.loads(before)
     for name, value in values.items():
         section, _, key = name.partition(".")
         expected.setdefault(section, {})[key] = value
     assert tomllib.loads(text) == expected
     assert text.count("# why") == (0 if "{" in before else len(values))  # an inline table has no room for one
-    kept = [line for line in before.splitlines() if not any(name.partition(".")[2] in line for name in values)]
-    assert all(line in text.splitlines() for line in kept)
+    kept = [line for line in before.splitlines(True) if not any(name.partition(".")[2] in line for name in values)]
+    assert all(line in text.splitlines(True) for line in kept)
 
 
 @pytest.mark.parametrize("before", ["[parallel\n", "parallel = 3\n"])

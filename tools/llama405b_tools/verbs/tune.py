@@ -330,7 +330,7 @@ def write_settings(path: Path, values: Mapping[str, Any], comment: str) -> None:
     flags = " ".join(config.to_flags({name: (value, "") for name, value in values.items()}))
     try:
         file = path.resolve()  # not a link to it
-        write_atomic(file, with_settings(file.read_text(encoding="utf-8"), values, comment))
+        write_atomic(file, with_settings(file.read_bytes().decode(), values, comment))
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = reason_of(error) if isinstance(error, OSError) else " ".join(str(error).split())
         raise RunError(f"{path}: cannot be changed ({why}); the fastest settings are {flags}") from None
