@@ -40,11 +40,7 @@ SEGMENT, SMALL_SEGMENT = 20 * MIB, 2 * MIB  # by which pools grow: kLargeBuffer,
 SMALL_BLOCK_BEGIN = -1  # where small blocks begin: they are only counted
 
 
-class CachedBlock(NamedTuple):
-    """The position of an allocated block in its pool."""
-
-    begin: int
-    size: int  # bytes
+CachedBlock = tuple[int, int]  # where an allocated block begins in its pool, and its bytes
 
 
 class Pool:
@@ -64,16 +60,22 @@ class Pool:
 
     def allocate(self, n_bytes: float) -> CachedBlock:
         """Allocate a block."""
-        size = max(BLOCK_MULTIPLE, -(-math.ceil(n_bytes) // BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
+        size = max(BLOCK_MULTIPLE, int(-(-n_bytes // BLOCK_MULTIPLE)) * BLOCK_MULTIPLE)
         if size <= MAX_SMALL_BLOCK:
             self.small_bytes += size
             self.max_small_bytes = max(self.max_small_bytes, self.small_bytes)
-            return CachedBlock(SMALL_BLOCK_BEGIN, size)
-        begin = self._find_free(size)
-        free = self._remove_free(begin)
+            return SMALL_BLOCK_BEGIN, size
+        free_sizes = self.free_sizes
+        index = bisect.bisect_left(free_sizes, (size, -1))
+        if index == len(free_sizes):
+            index = self._grow(size)
+        elif sum(free_sizes[index]) == self.end and index + 1 < len(free_sizes):
+            index += 1  # the last one can grow, and serves only if no other fits
+        free, begin = free_sizes.pop(index)
+        del self.sizes[begin], self.begins[begin + free]
         if free > size:
             self._add_free(begin + size, free - size)
-        return CachedBlock(begin, size)
+        return begin, size
 
     def free(self, block: CachedBlock) -> None:
         """Free a block, and merge it with free neighbours."""
@@ -88,23 +90,14 @@ class Pool:
             size += self._remove_free(begin + size)
         self._add_free(begin, size)
 
-    def _find_free(self, size: int) -> int:
-        """Return the begin of the free block to use; the last one, which can grow, only if no other fits."""
-        index = bisect.bisect_left(self.free_sizes, (size, -1))
-        if (
-            index < len(self.free_sizes)
-            and sum(self.free_sizes[index]) == self.end
-            and index + 1 < len(self.free_sizes)
-        ):
-            index += 1
-        if index < len(self.free_sizes):
-            return self.free_sizes[index][1]
-        last_begin = self.begins.get(self.end, self.end)
-        free = self._remove_free(last_begin) if last_begin < self.end else 0
+    def _grow(self, size: int) -> int:
+        """Map more, so that the last free block is large enough; return its index."""
+        begin = self.begins.get(self.end, self.end)
+        free = self._remove_free(begin) if begin < self.end else 0
         grown = -(-(size - free) // SEGMENT) * SEGMENT
         self.end += grown
-        self._add_free(last_begin, free + grown)
-        return last_begin
+        self._add_free(begin, free + grown)
+        return bisect.bisect_left(self.free_sizes, (free + grown, begin))
 
     def _add_free(self, begin: int, size: int) -> None:
         bisect.insort(self.free_sizes, (size, begin))
