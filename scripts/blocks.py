@@ -22,6 +22,7 @@ LAYERS, SHARDS, TP, CP = 5, 8, 3, 2
 HEAD = 32  # a head's size, so small that rotary blocks are not large: ROTARY stands for them
 DIMENSIONS = {"T": 3328, "h": 4608, "f": 11264, "q": 3072, "k": 1024, "a": 96, "V": 50176}
 LOCAL = {"T": 3456, "t": 1152, "h": 4800, "f": 3776, "q": 2560, "k": 512, "a": 80, "V": 16768}  # of a rank with tp
+LORA = {"lora": "", "lora_attention": "q k v o", "lora_q_v": "q v"}  # tables, and which matrices have adapters
 RANK = 2  # of adapters, whose blocks are not large then: reserved.py counts the rest
 LARGE = 1 << 20  # bytes; up to this, blocks are in another pool
 ROUND = 512
@@ -64,52 +65,30 @@ class Event:
 
 
 def main():
-    apart = sections("layer")
-    halves = sections("sublayer", last="mlp")
+    whole, halves = of_kinds("layer"), of_kinds("sublayer")
     root, tied = sections("layer", embedding=False), sections("layer", tied=True)
-    assert (halves["embedding"], halves["head"], halves["end"]) == (apart["embedding"], apart["head"], apart["end"])
-    for kind in ("operators", "none"):
-        apart |= of_kind(kind, apart, "layer")
-        halves |= of_kind(kind, apart, "sublayer", last="mlp")
-    lora, lora_tied = (sections("layer", tied=tied, lora=RANK) for tied in (False, True))
-    lora_halves = sections("sublayer", last="mlp", lora=RANK)
-    attention, some = {"lora": RANK, "targets": "q k v o"}, {"lora": RANK, "targets": "q v"}
-    lora_attention, lora_q_v = sections("layer", **attention), sections("layer", **some)
-    lora_attention_halves = sections("sublayer", last="mlp", **attention)
-    lora_q_v_halves = sections("sublayer", last="mlp", **some)
-    tp, cp = sections("layer", tp=TP), sections("layer", cp=CP)
-    fused, fused_tied = (sections("layer", tied=tied, fused=True) for tied in (False, True))
-    fused_halves = sections("sublayer", last="mlp", fused=True)
-    for kind in ("operators", "none"):
-        fused |= of_kind(kind, fused, "layer", fused=True)
-        fused_halves |= of_kind(kind, fused, "sublayer", last="mlp", fused=True)
-        lora |= of_kind(kind, lora, "layer", lora=RANK)
-        lora_halves |= of_kind(kind, lora_halves, "sublayer", last="mlp", lora=RANK)
-        lora_attention |= of_kind(kind, lora_attention, "layer", **attention)
-        lora_attention_halves |= of_kind(kind, lora_attention_halves, "sublayer", last="mlp", **attention)
-        lora_q_v |= of_kind(kind, lora_q_v, "layer", **some)
-        lora_q_v_halves |= of_kind(kind, lora_q_v_halves, "sublayer", last="mlp", **some)
-        tp |= of_kind(kind, tp, "layer", tp=TP)
-        cp |= of_kind(kind, cp, "layer", cp=CP)
-    assert (cp["embedding"], cp["head"], cp["end"]) == (apart["embedding"], apart["head"], apart["end"])
-    assert (fused["embedding"], fused["end"], fused_tied["end"]) == (apart["embedding"], apart["end"], tied["end"])
+    fused, fused_halves = of_kinds("layer", fused=True), of_kinds("sublayer", fused=True)
+    fused_tied = sections("layer", tied=True, fused=True)
+    cp = of_kinds("layer", cp=CP)
+    for other in (halves, cp):
+        assert without_layers(other) == without_layers(whole)
+    assert (fused["embedding"], fused["end"], fused_tied["end"]) == (whole["embedding"], whole["end"], tied["end"])
+    lora = {}
+    for name, targets in LORA.items():
+        lora[name] = of_kinds("layer", lora=RANK, targets=targets)
+        lora[f"{name}_halves"] = of_kinds("sublayer", lora=RANK, targets=targets)
     tables = {
-        "whole": apart,
-        "halves": {name: words for name, words in halves.items() if "ward" in name},
+        "whole": whole,
+        "halves": of_layers(halves),
         "root": {name: root[name] for name in ("embedding", "end")},
-        "tied": {name: tied[name] for name in ("embedding", "head", "end")},
-        "fused": {name: words for name, words in fused.items() if "ward" in name or name == "head"},
-        "fused_halves": {name: words for name, words in fused_halves.items() if "ward" in name},
+        "tied": without_layers(tied),
+        "fused": {name: words for name, words in fused.items() if name not in ("embedding", "end")},
+        "fused_halves": of_layers(fused_halves),
         "fused_tied": {"head": fused_tied["head"]},
-        "lora": lora,
-        "lora_halves": {name: words for name, words in lora_halves.items() if "ward" in name},
-        "lora_attention": {name: words for name, words in lora_attention.items() if "ward" in name},
-        "lora_attention_halves": {name: words for name, words in lora_attention_halves.items() if "ward" in name},
-        "lora_q_v": {name: words for name, words in lora_q_v.items() if "ward" in name},
-        "lora_q_v_halves": {name: words for name, words in lora_q_v_halves.items() if "ward" in name},
-        "lora_tied": {name: lora_tied[name] for name in ("embedding", "head", "end")},
-        "tp": tp,
-        "cp": {name: words for name, words in cp.items() if "ward" in name},
+        **{name: found if name == "lora" else of_layers(found) for name, found in lora.items()},
+        "lora_tied": without_layers(sections("layer", tied=True, lora=RANK)),
+        "tp": of_kinds("layer", tp=TP),
+        "cp": of_layers(cp),
     }
     parts = [ABOUT]
     for table, found in tables.items():
@@ -121,19 +100,32 @@ def main():
     return 0
 
 
-def of_kind(kind, usual, unit, **more):
-    """Return what layers do that compute less again; all else must be as ``usual``, but for inputs, which reserved.py frees."""
-    found = sections(unit, kind=kind, **more)
-    for name in ("embedding", "head", "end"):
-        here, there = ([word for word in words if word != "-input"] for words in (found[name], usual[name]))
-        assert here == there, f"{name} of {kind} is another"
-    return {f"{name}_{kind}": found[name] for name in ("forward", "backward")}
+def of_layers(found):
+    """The sections of layers."""
+    return {name: words for name, words in found.items() if "ward" in name}
 
 
-def sections(unit, *, embedding=True, last="layer", tied=False, kind="full", fused=False, tp=1, cp=1, **lora):
-    """Run a step, and return its sections; ``last``: the unit that ends a layer's forward."""
+def without_layers(found):
+    """The sections before, between and after the layers."""
+    return {name: found[name] for name in ("embedding", "head", "end")}
+
+
+def of_kinds(unit, **more):
+    """Return the sections, and those of layers that compute less again; all else is alike, but for inputs, which reserved.py frees."""
+    usual = sections(unit, **more)
+    for kind in ("operators", "none"):
+        found = sections(unit, kind=kind, **more)
+        for name, words in without_layers(found).items():
+            here, there = ([word for word in each if word != "-input"] for each in (words, usual[name]))
+            assert here == there, f"{name} of {kind} is another"
+        usual |= {f"{name}_{kind}": found[name] for name in ("forward", "backward")}
+    return usual
+
+
+def sections(unit, *, embedding=True, tied=False, kind="full", fused=False, tp=1, cp=1, **lora):
+    """Run a step, and return its sections."""
     more = {"unit": unit, "embedding": embedding, "recompute": kind, "fused": fused, "tp": tp, "cp": cp, **lora}
-    sizes = LOCAL if tp > 1 else DIMENSIONS
+    sizes, last = LOCAL if tp > 1 else DIMENSIONS, "mlp" if unit == "sublayer" else "layer"  # that ends a forward
     setting = Setting("llama3.1-8b", SHARDS * tp, "all", seq_len=sizes["T"] * cp, **more)
     config = ARCHITECTURES[setting.model] | shape(sizes, tp) | {"tie_word_embeddings": tied}
     with tempfile.TemporaryDirectory() as scratch:
@@ -186,8 +178,8 @@ def size_name(size, kind, sizes):
         rows = {name: sum(sizes[letters[1]] for letters in weights.split()) for weights, name in UNITS.items()}
         of_units = (name for name, n in rows.items() if 0 <= size - 4 * sizes["h"] * n <= 8 * sizes["h"])
         return next(of_units, "layer")  # of adapters alone
+    features = [letter for letter in sizes if letter not in "Tt"]
     for factor in (1, 2, 4):
-        features = [letter for letter in sizes if letter not in "Tt"]
         for first, second in (*((first, second) for second in features for first in "Th"), ("t", "h")):
             product = sizes.get(first, 0) * sizes[second]
             if size == -(-factor * product // ROUND) * ROUND:

@@ -303,19 +303,10 @@ def build(setting, config, me):
     from llama405b.optim import build_updater, optimizer
     from llama405b.parallel import fsdp, load_weights, split
     from llama405b.parallel.passes import build_forward_backward
-    from llama405b.settings.schema import Optimizer, Parallel
+    from llama405b.settings.schema import Config, Optimizer
 
     leave_out(on_host=setting.offload != "none")
-    parallel = Parallel(
-        offload=setting.offload,
-        numerics=setting.numerics,
-        fsdp_unit=setting.unit,
-        fsdp_embedding=setting.embedding,
-        prefetch=setting.prefetch,
-        reshard_after_forward=setting.reshard_after_forward,
-        strategy="zero2" if setting.zero2 else "hsdp" if setting.replicas > 1 else "fsdp2",
-        dp_replicate=setting.replicas if setting.replicas > 1 else 0,
-    )
+    parallel = setting.run.apply_to(Config()).parallel
     kept = fsdp.shard_dtype(parallel)
     frozen = llama.compute_dtype(parallel.numerics) if setting.lora else kept
     module = llama.build_on_meta(llama.config_from_dict(config), "sdpa", frozen)

@@ -34,11 +34,8 @@ from llama405b.training.context import RankContext, cause_of
 from llama405b.training.journal import HeartbeatWriter
 from llama405b.training.setup import Purpose, build_reader, prepare
 
-WARMUP_STEPS, STEPS, MAX_EMPTY_STEPS = (
-    2,
-    4,
-    40,
-)  # before those that are timed, of those at a time, and with one target at most
+WARMUP_STEPS, STEPS = 2, 4  # before those that are timed, and of those at a time
+MAX_EMPTY_STEPS = 40  # of those in which none but one has a target
 # Steps are timed until their median is known so well, as a share, or they took so long, or so much of the time for all trials.
 ENOUGH_SD, ENOUGH_S, ENOUGH_SHARE = 0.02, 5.0, 1 / 48
 FULL_SHARE = 0.5  # of the host memory that was free: with less, new processes go on, as these keep what they pinned

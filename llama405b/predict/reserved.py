@@ -186,13 +186,7 @@ class _PoolWalk:
         self.units = _unit_elements(run)
         self.trained = _adapter_elements(run) if run.adapter.is_enabled else self.units
         self.weights: dict[str, list[list[CachedBlock]]] = {name: [] for name in self.units}  # of gathered units
-        self.kept_blocks: dict[str, list[CachedBlock]] = {
-            "input": [],
-            "flow": [],
-            "shared": [],
-            "rotary": [],
-            "first": [],
-        }
+        self.kept_blocks = {name: list[CachedBlock]() for name in ("input", "flow", "shared", "rotary", "first")}
         self.gather_buffer: list[CachedBlock] = []  # what the forward's last unit was gathered into
         self.prefetched: list[list[CachedBlock]] = []  # what units that come next were gathered into
         # What this rank keeps gathered of units, until their backward.
@@ -204,8 +198,8 @@ class _PoolWalk:
         self.keeps_gathered = False  # of ZeRO-2, whether an earlier micro-batch has gathered all units
         self.reduce_buffer: list[CachedBlock] = []  # what the last unit was reduced from
         self.gradients: list[CachedBlock] = []
-        # Of several copies of the model: what the first micro-batch's gradients were reduced to, over the shards alone.
-        self.partial_sums: list[CachedBlock] = []
+        self.sums_up = run.axes.dp_replicate > 1 and run.accumulates  # gradients over copies of the model, at the end
+        self.partial_sums: list[CachedBlock] = []  # what the first micro-batch's were reduced to, over the shards alone
         self.adds_gradients = self.has_workspace = False
         self._allocate_states("parameters", 1)
         self._allocate_states("moments", round(run.n_moments))
@@ -238,12 +232,7 @@ class _PoolWalk:
                 self._free_offloaded_input()
             self._walk_section(f"backward{kind}", blocks)
         self._walk_section("end")
-        for weights in (
-            self.weights["table"] if is_last else ()
-        ):  # which ZeRO-2 keeps, and has no gradient with adapters
-            _free_blocks(self.computing, weights)
-        if is_last:
-            self.weights["table"].clear()
+        self._free_table()  # of adapters, whose embedding has no gradient
         _free_blocks(self.computing, self.reduce_buffer)
         self.adds_gradients, self.keeps_gathered = True, self.run.keeps_weights and not is_last
 
@@ -397,24 +386,28 @@ class _PoolWalk:
     def _reduce(self, unit: str) -> None:
         """Copy a unit's gradients into a buffer, which lives until the next unit's."""
         _free_blocks(self.computing, self.reduce_buffer)
-        if unit == "table" and self.weights[unit] and self.is_last:  # which ZeRO-2 keeps until then
-            _free_blocks(self.computing, self.weights[unit].pop())
+        if unit == "table":
+            self._free_table()
         self.reduce_buffer = [self.computing.allocate(self.run.gradient_bytes * self.shards * sum(self.trained[unit]))]
+
+    def _free_table(self) -> None:
+        """Free the embedding's weights, which ZeRO-2 keeps until a step's last backward."""
+        while self.is_last and self.weights["table"]:
+            _free_blocks(self.computing, self.weights["table"].pop())
 
     def _scatter(self, unit: str) -> None:
         """Allocate the rank's gradient shard of a unit; with offload it then leaves the GPU."""
         run, elements = self.run, sum(self.trained[unit])
         pool = self.computing if run.reuses_gradient_memory else self.reducing
         gradient = pool.allocate(run.gradient_bytes * elements)
-        sums_up = run.axes.dp_replicate > 1 and run.accumulates
-        if sums_up and not self.adds_gradients:
+        if self.sums_up and not self.adds_gradients:
             self.partial_sums.append(gradient)
             return
-        if sums_up:
+        if self.sums_up:
             pool.free(self.partial_sums.pop(0))
         if run.offload == "optimizer":
             self.rounding.free(self.rounding.allocate(run.compute_bytes * elements))
-        if run.offload == "none" and (sums_up or not self.adds_gradients):
+        if run.offload == "none" and (self.sums_up or not self.adds_gradients):
             self.gradients.append(gradient)
         else:
             pool.free(gradient)

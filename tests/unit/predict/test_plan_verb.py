@@ -47,7 +47,7 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
     assert min(rates[:ties]) > 0.967 * max(rates)
     assert rates[ties:] == sorted(rates[ties:], reverse=True)
     written = config.read_toml(file)
-    assert set(written) == {*predict.SEARCHED_SETTINGS}  # and no data
+    assert set(written) == {*predict.ALWAYS_WRITTEN}  # and no data
     config.resolve(config.read_preset("llama3.1-405b") | written | config.read_flags(["--data.paths=x"]))
     with pytest.raises(UserError, match=r"--write: .*best\.toml exists; name another file"):
         predict.main([*words, "--write", str(file)])

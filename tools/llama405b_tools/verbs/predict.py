@@ -303,7 +303,7 @@ def _split_changes(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 # Settings that --write includes even if the search did not change them.
-SEARCHED_SETTINGS = (
+ALWAYS_WRITTEN = (
     "parallel.offload",
     "parallel.fsdp_unit",
     "parallel.fsdp_embedding",
@@ -754,7 +754,7 @@ def _write_settings(args: argparse.Namespace, settings: Sequence[str], requested
     names = {
         *config.read_toml_files(args.config),
         *config.read_flags(config.split_flags(settings)[0]),
-        *SEARCHED_SETTINGS,
+        *ALWAYS_WRITTEN,
     }
     names |= config.changed_settings(result, requested).keys()
     lines = list[str]()
