@@ -35,7 +35,7 @@ from llama405b.optim.optimizer import build_optimizer
 from llama405b.parallel.load_weights import load
 from llama405b.parallel.passes import build_forward_backward
 from llama405b.parallel.split import shard_layout_of, split_model
-from llama405b.settings.schema import Data, Optimizer, Parallel
+from llama405b.settings.schema import Data, Model, Optimizer, Parallel
 
 SEQ, DOCUMENTS, UNSEEN, LONGEST = 256, 64, 1200, 900
 KINDS = ("repeated text", "another language", "shuffled tokens", "a huge table", "a label at the wrong place")
@@ -156,7 +156,7 @@ def judge(place, documents, args):
     model = split_model(whole, parallel, me)
     load(model, place / "learnt", "rank0", me, lambda *_: None, shard_layout=holdings)
     updater = OnDeviceUpdate(model, model, build_optimizer(model, Optimizer()))
-    passes, tokenizer = build_forward_backward(parallel, model, me), read_tokenizer(place / "learnt")
+    passes, tokenizer = build_forward_backward(parallel, model, me, Model()), read_tokenizer(place / "learnt")
     first, named, scores = collections.Counter(), collections.Counter(), []
     draw = random.Random(args.seed)
     for kind in [kind for kind in KINDS for _ in range(args.each)] + [""] * args.healthy:

@@ -50,7 +50,7 @@ ABOUT = """\
 # _operators, _none: of layers that compute less again (model.activation_checkpointing).
 # [whole]: decoder layers are units. The others say what differs. [halves]: attention and MLP are units; [root]: the embedding is none;
 # [tied]: the embedding is the head; [fused]: model.fused; [lora]: all matrices are frozen, and have adapters; [lora_tied]: both;
-# [tp], [cp]: matrices or sequences are split over ranks.
+# [tp], [cp]: matrices or sequences are split over ranks; [tp_fused]: with model.fused.
 """
 
 
@@ -88,6 +88,7 @@ def main():
         **{name: found if name == "lora" else of_layers(found) for name, found in lora.items()},
         "lora_tied": without_layers(sections("layer", tied=True, lora=RANK)),
         "tp": of_kinds("layer", tp=TP),
+        "tp_fused": of_kinds("layer", tp=TP, fused=True),
         "cp": of_layers(cp),
     }
     parts = [ABOUT]

@@ -195,6 +195,11 @@ SETTINGS = [
     Setting(L70, 32, "none", recompute="operators:40", tp=2),
     Setting(L405, 64, "all", activations="host", tp=4),
     Setting(L8, 16, "none", replicas=2, tp=2),
+    Setting(L8, 8, "none", fused=True, tp=2),
+    Setting(L405, 64, "all", loss="chunked", fused=True, tp=8),
+    Setting(L70, 32, "none", micro_batch=2, loss="chunked", tp=4),
+    Setting(L405, 64, "optimizer", activations="host", fused=True, tp=2),
+    Setting(L70, 32, "none", recompute="operators:40", fused=True, tp=2),
     Setting(L8, 8, "none", seq_len=16_384, cp=2),
     Setting(L405, 64, "all", seq_len=32_768, cp=2),
     Setting(L70, 32, "none", seq_len=16_384, loss="chunked", recompute="operators:20", cp=4),
@@ -303,7 +308,7 @@ def build(setting, config, me):
     from llama405b.optim import build_updater, optimizer
     from llama405b.parallel import fsdp, load_weights, split
     from llama405b.parallel.passes import build_forward_backward
-    from llama405b.settings.schema import Config, Optimizer
+    from llama405b.settings.schema import Config, Model, Optimizer
 
     leave_out(on_host=setting.offload != "none")
     parallel = setting.run.apply_to(Config()).parallel
@@ -312,7 +317,7 @@ def build(setting, config, me):
     module = llama.build_on_meta(llama.config_from_dict(config), "sdpa", frozen)
     llama.freeze(module, (), freeze_all=bool(setting.lora))
     adapt = functools.partial(add_adapters, adapter=setting.adapter, dtype=kept) if setting.lora else None
-    module = split.split_model(module, parallel, me, adapt, setting.loss)
+    module = split.split_model(module, parallel, me, adapt)
     if setting.run.reuses_gradient_memory:
         fsdp.allocate_grads_on_compute_stream(module)
     master = optimizer.master_model(module, parallel)
@@ -330,7 +335,7 @@ def build(setting, config, me):
     if setting.activations == "host":
         run = setting.run
         offload_inputs(module, run.inputs_on_host(0), run.input_shape, torch.bfloat16, me.device, nothing)
-    return module, update, build_forward_backward(parallel, module, me, setting.loss)
+    return module, update, build_forward_backward(parallel, module, me, Model(loss=setting.loss))
 
 
 def leave_out(*, on_host):

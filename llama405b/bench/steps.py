@@ -178,7 +178,7 @@ def take_steps(
 ) -> tuple[list[float], StepTiming]:
     """Take steps; return their losses and the median times of the last ``STEPS``."""
     module, updater = _build_model(workload, parallel, rank, model_settings)
-    passes = build_forward_backward(parallel, module, rank, model_settings.loss)
+    passes = build_forward_backward(parallel, module, rank, model_settings)
     batches = (workload.batches(rank, step, [rank.index]) for step in range(count))
     results, seconds, work = run_steps(passes, updater, batches, rank)
     del module, passes, updater
@@ -333,7 +333,7 @@ def _take_mesh_steps(parallel: Parallel, rank: Rank) -> tuple[list[float], float
         master, Path(), "local", rank, lambda *_: None, random_shape=EXACT.llama(rank), shard_layout=layout
     )
     checkpoint_activations(model)
-    passes = build_forward_backward(parallel, model, rank)
+    passes = build_forward_backward(parallel, model, rank, DEFAULT_MODEL)
     updater = build_updater(model, Optimizer(), parallel, rank.device, master=master)
     per_rank = (
         rank.world_size // rank.dp.size

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import mark_dynamic
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -105,22 +106,29 @@ AttentionInterface.register(VARLEN, attend_varlen)
 AttentionMaskInterface.register(VARLEN, lambda *_, **__: None)  # it takes no mask
 
 
-def model_inputs(batch: Batch, attention: str, *, is_split: bool = False) -> dict[str, Any]:
+def model_inputs(batch: Batch, attention: str, *, is_split: bool = False, is_compiled: bool = False) -> dict[str, Any]:
     """Return the model's forward arguments for a batch; ``attention``: the implementation.
 
     ``is_split``: a rank holds a part of the sequence, from which transformers would derive wrong positions and a wrong mask.
+    ``is_compiled``: decoder layers are; they get the same arguments for every batch, as other ones would need another graph.
     """
     inputs: dict[str, Any] = {"input_ids": batch.ids_BS}
     positions_BS = batch.positions_BS
-    if positions_BS is None and (is_split or attention in KERNELS):  # of one shape: compiled layers then have one graph
+    if positions_BS is None and (is_split or is_compiled or attention in KERNELS):
         positions_BS = torch.arange(batch.ids_BS.shape[1], device=batch.ids_BS.device).expand_as(batch.ids_BS)
     if positions_BS is not None:
         inputs["position_ids"] = positions_BS
     if attention in KERNELS:
-        document_ends = batch.document_ends
-        inputs |= {"cu_seq_lens_q": document_ends.ends, "cu_seq_lens_k": document_ends.ends}
-        inputs |= {"max_length_q": document_ends.max_length, "max_length_k": document_ends.max_length}
-    elif is_split and positions_BS is not None and (batch.positions_BS is not None or attention == "eager"):
+        ends, max_length = batch.document_ends.ends, batch.document_ends.max_length
+        if is_compiled:
+            mark_dynamic(ends, 0)
+            max_length = batch.ids_BS.shape[1]  # a constant; no document is longer
+        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max_length, "max_length_k": max_length}
+    elif (
+        (is_split or is_compiled)
+        and positions_BS is not None
+        and (batch.positions_BS is not None or attention == "eager")
+    ):
         mask_B1ST = document_mask(positions_BS)
         inputs["attention_mask"] = mask_B1ST if attention == "sdpa" else _additive_mask(mask_B1ST)
     return inputs

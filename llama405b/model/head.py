@@ -9,13 +9,12 @@ Shape suffixes: B sequences, S positions, T tokens (B S), h hidden size, V vocab
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.extension import LOSS_CLASS
@@ -76,6 +75,57 @@ class CrossEntropy(TokenLoss):
         return F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
+class VocabPart(NamedTuple):
+    """The part of the vocabulary of which a rank has the head's rows."""
+
+    first_index: int = 0
+    group: dist.ProcessGroup | None = None  # the ranks that share the vocabulary; None: this rank has all of it
+
+
+class SplitCrossEntropy(TokenLoss):
+    """Cross-entropy over logits whose vocabulary is split between ranks; all of them compute the same loss."""
+
+    def __init__(self, vocab_part: VocabPart) -> None:
+        """``vocab_part``: this rank's."""
+        self.vocab_part = vocab_part
+
+    def loss(self, output: ModelOutput, batch: Batch) -> Tensor:
+        """See ``Loss``."""
+        first_index, group = self.vocab_part
+        logits_TV, targets_T = output.logits().flatten(0, 1), batch.targets_BS.flatten()
+        nll: Tensor = _SplitNll.apply(logits_TV, targets_T - first_index, targets_T != IGNORE_INDEX, group)
+        return nll
+
+
+class _SplitNll(torch.autograd.Function):
+    """The summed NLL of targets in nats, by three all-reduces of a number per token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, targets_T: Tensor, is_target_T: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        """Return the NLL; targets are indices into this rank's part of the vocabulary."""
+        max_T = logits_TV.amax(1)
+        dist.all_reduce(max_T, dist.ReduceOp.MAX, group)
+        log_probability_TV = logits_TV - max_T[:, None]
+        total_T = log_probability_TV.exp().sum(1)
+        dist.all_reduce(total_T, group=group)
+        log_probability_TV -= total_T.log_()[:, None]
+        index_T1, is_here_T = _targets_in_chunk(targets_T, 0, logits_TV.shape[1])
+        target_T = torch.where(is_here_T & is_target_T, log_probability_TV.gather(1, index_T1)[:, 0], 0)
+        dist.all_reduce(target_T, group=group)
+        ctx.save_for_backward(log_probability_TV, index_T1, is_here_T, is_target_T)
+        return -target_T.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        """See the class."""
+        log_probability_TV, index_T1, is_here_T, is_target_T = ctx.saved_tensors
+        grad_logits_TV = log_probability_TV.exp()
+        grad_logits_TV.scatter_add_(1, index_T1, -is_here_T[:, None].to(grad_logits_TV.dtype))
+        return grad_logits_TV.mul_((grad_output * is_target_T)[:, None]), None, None, None
+
+
 class ChunkedCrossEntropy(TokenLoss):
     """Cross-entropy in vocabulary chunks, computed in the head, as FSDP gathers the weight only there."""
 
@@ -95,15 +145,8 @@ class ChunkedCrossEntropy(TokenLoss):
     def _forward(self, hidden_BSh: Tensor) -> Tensor:
         if self.targets_BS is None:
             return self.logits(hidden_BSh)
-        weight_Vh, targets_T = self.head.weight, self.targets_BS.flatten()
-        if not isinstance(weight_Vh, DTensor):
-            return chunked_nll(hidden_BSh.flatten(0, 1), weight_Vh, targets_T)
-        mesh = weight_Vh.device_mesh  # tensor parallel: each rank has a part of the vocabulary
-        assert isinstance(hidden_BSh, DTensor)
-        hidden_Th = hidden_BSh.to_local(grad_placements=[Partial()]).flatten(0, 1)
-        first_index = mesh.get_local_rank() * weight_Vh.to_local().shape[0]
-        nll = chunked_nll(hidden_Th, weight_Vh.to_local(), targets_T, first_index, mesh.get_group())
-        return DTensor.from_local(nll, mesh, [Replicate()])
+        vocab_part = getattr(self.head, "vocab_part", VocabPart())
+        return chunked_nll(hidden_BSh.flatten(0, 1), self.head.weight, self.targets_BS.flatten(), *vocab_part)
 
 
 class UserLoss(TokenLoss):
@@ -153,7 +196,10 @@ def build_loss(mode: LossMode, head: nn.Linear | None, user_loss: UserLoss | Non
     """Return the loss of a model. Without a head, as in early pipeline stages, it is never computed."""
     if user_loss:
         return user_loss
-    return ChunkedCrossEntropy(head) if mode == "chunked" and head is not None else CrossEntropy()
+    if mode == "chunked" and head is not None:
+        return ChunkedCrossEntropy(head)
+    vocab_part = getattr(head, "vocab_part", None)
+    return SplitCrossEntropy(vocab_part) if vocab_part else CrossEntropy()
 
 
 def chunked_nll(

@@ -320,15 +320,15 @@ def fp8_unsupported_reason(device: torch.device) -> str:
     return ""
 
 
-def convert_to_fp8(model: nn.Module, device: torch.device) -> int:
-    """Convert the linear layers of decoder layers to FP8; return how many were converted."""
+def convert_to_fp8(model: nn.Module, device: torch.device, tp: int = 1) -> int:
+    """Convert the linear layers of decoder layers to FP8; return how many were converted. ``tp``: ranks that will split each."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config, converted_names = Float8LinearConfig(emulate=device.type == "cpu"), []
 
     def is_convertible(module: nn.Module, name: str) -> bool:
         assert isinstance(module, nn.Linear)
-        is_multiple = module.in_features % FP8_MULTIPLE == module.out_features % FP8_MULTIPLE == 0
+        is_multiple = module.in_features % (tp * FP8_MULTIPLE) == module.out_features % (tp * FP8_MULTIPLE) == 0
         converted_names.extend([name] * is_multiple)
         return is_multiple
 

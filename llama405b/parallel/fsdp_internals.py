@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def param_group(module: nn.Module) -> Any | None:
@@ -82,6 +84,34 @@ def compute_dtype(module: nn.Module) -> torch.dtype:
     """Return the dtype in which FSDP lets a module compute."""
     assert isinstance(module, FSDPModule)
     return fully_shard.state(module)._mp_policy.param_dtype or next(module.parameters()).dtype
+
+
+def local_tensor(parameter: DTensor) -> Tensor:
+    """Return the local shard of a gathered parameter of a one-dimensional mesh, as ``DTensor.to_local`` does, at a third of its cost.
+
+    If all ranks have all of the parameter, its gradient is a sum over them, which FSDP computes.
+    """
+    is_replicated = parameter.placements[0].is_replicate()
+    if torch.compiler.is_compiling():
+        return parameter.to_local(grad_placements=[Partial()] if is_replicated else None)
+    shard: Tensor = _LocalTensor.apply(parameter, is_replicated)
+    return shard
+
+
+class _LocalTensor(torch.autograd.Function):
+    """See ``local_tensor``."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, is_replicated: bool) -> Tensor:
+        """Return the local tensor."""
+        spec = parameter._spec
+        ctx.spec = DTensorSpec(spec.mesh, (Partial(),), spec.tensor_meta) if is_replicated else spec
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
+        """Return the gradient as a DTensor."""
+        return DTensor(gradient, ctx.spec, requires_grad=False), None
 
 
 def wrap_backward(

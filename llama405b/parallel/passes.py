@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from llama405b import extend
 from llama405b.contract.errors import UserError
@@ -24,9 +23,9 @@ from llama405b.model.attention import model_inputs
 from llama405b.model.head import CrossEntropy, Loss, ModelOutput, UserLoss, build_loss
 from llama405b.parallel.fsdp import GradientSync, set_last_backward
 from llama405b.parallel.fsdp_internals import pop_prefetch_order, restore_prefetch_order
-from llama405b.parallel.split import PipelineStages, base_attention_name, make_group_along, vocab_parallel_loss
+from llama405b.parallel.split import PipelineStages, base_attention_name, make_group_along
 from llama405b.settings.axes import Axes
-from llama405b.settings.schema import Config, LossMode, Parallel
+from llama405b.settings.schema import Config, Model, Parallel
 from llama405b.spec.rules import MicrobatchPass, pipeline_order
 
 OnPhaseEnd = Callable[[str], None]  # called with the name of each part when it ends: forward, backward
@@ -71,6 +70,7 @@ class BatchSlice:
     axes: Axes
     rank: int
     attention: str  # name of the attention function
+    is_compiled: bool = False  # decoder layers are
 
     @property
     def adds_loss(self) -> bool:
@@ -95,7 +95,7 @@ class BatchSlice:
 
     def inputs(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         """Return this rank's slice of a batch, and the model's arguments for it."""
-        arguments = model_inputs(batch, self.attention, is_split=self.is_split)
+        arguments = model_inputs(batch, self.attention, is_split=self.is_split, is_compiled=self.is_compiled)
         arguments |= {
             name: self._cp_slice(arguments[name]) for name in ("input_ids", "position_ids") if name in arguments
         }
@@ -129,25 +129,23 @@ class MicrobatchLoop:
         self, microbatches: Sequence[Batch], n_terms: float, accumulator: GradientAccumulator, on_phase_end: OnPhaseEnd
     ) -> Tensor:
         nll = zero_loss(microbatches[0])
-        with vocab_parallel_loss(self._batch_slice.axes.tp):
-            for n_left, batch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
-                accumulator.begin_microbatch(is_last=n_left == 0)
-                if self.sync:
-                    self.sync.begin_microbatch(is_last=n_left == 0)
-                nll_micro = self._nll(batch)
-                on_phase_end("forward")
-                # FSDP averages over ranks; scaling by ranks / global count turns that average into the global mean.
-                (nll_micro * (self.grad_divisor / n_terms)).backward()
-                nll = nll + plain_value(nll_micro)
-                accumulator.accumulate()
-                on_phase_end("backward")
+        for n_left, batch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
+            accumulator.begin_microbatch(is_last=n_left == 0)
+            if self.sync:
+                self.sync.begin_microbatch(is_last=n_left == 0)
+            nll_micro = self._nll(batch)
+            on_phase_end("forward")
+            # FSDP averages over ranks; scaling by ranks / global count turns that average into the global mean.
+            (nll_micro * (self.grad_divisor / n_terms)).backward()
+            nll = nll + nll_micro.detach().double()
+            accumulator.accumulate()
+            on_phase_end("backward")
         return self._batch_slice.contribution(nll)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        with vocab_parallel_loss(self._batch_slice.axes.tp):
-            nll = self._nll(batch)
+        nll = self._nll(batch)
         pop_prefetch_order(self.model)
-        return self._batch_slice.contribution(plain_value(nll))
+        return self._batch_slice.contribution(nll.detach().double())
 
     @property
     def _batch_slice(self) -> BatchSlice:
@@ -158,12 +156,6 @@ class MicrobatchLoop:
         return self.loss.loss(
             ModelOutput(self.model, lambda: self.model(**inputs, use_cache=False).logits), local_batch
         )
-
-
-def plain_value(nll: Tensor) -> Tensor:
-    """Return a loss as a plain FP64 tensor, equal on all ranks of ``tp``."""
-    nll = nll.detach()
-    return (nll.to_local() if isinstance(nll, DTensor) else nll).double()
 
 
 def zero_loss(batch: Batch) -> Tensor:
@@ -237,30 +229,28 @@ class Pipeline:
         activations: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         prefetch_orders: dict[tuple[int, int], list[Any]] = {}
         accumulator.begin_microbatch(is_last=True)
-        with vocab_parallel_loss(self.axes.tp):
-            for op in order:
-                key = op.virtual_stage, op.microbatch
-                if not op.is_backward:
-                    activations[key] = self._forward(op, microbatches[op.microbatch])
-                    prefetch_orders[key] = pop_prefetch_order(self.stage)
-                    continue
-                self.sync.begin_microbatch(is_last=op.microbatch == last_micro)
-                set_last_backward(self.stage, op == order[-1])
-                restore_prefetch_order(self.stage, prefetch_orders.pop(key))
-                nll = nll + self._backward(op, *activations.pop(key), n_terms)
-                pop_prefetch_order(self.stage)
+        for op in order:
+            key = op.virtual_stage, op.microbatch
+            if not op.is_backward:
+                activations[key] = self._forward(op, microbatches[op.microbatch])
+                prefetch_orders[key] = pop_prefetch_order(self.stage)
+                continue
+            self.sync.begin_microbatch(is_last=op.microbatch == last_micro)
+            set_last_backward(self.stage, op == order[-1])
+            restore_prefetch_order(self.stage, prefetch_orders.pop(key))
+            nll = nll + self._backward(op, *activations.pop(key), n_terms)
+            pop_prefetch_order(self.stage)
         self._finish_sending()
         accumulator.accumulate()
         on_phase_end("backward")
         return self.batch_slice.contribution(nll)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        with vocab_parallel_loss(self.axes.tp):
-            for chunk in range(len(self.stage.chunks)):
-                _, output = self._forward(MicrobatchPass(False, chunk, 0), batch)
+        for chunk in range(len(self.stage.chunks)):
+            _, output = self._forward(MicrobatchPass(False, chunk, 0), batch)
         self._finish_sending()
         pop_prefetch_order(self.stage)
-        nll = plain_value(output) if self._is_last(chunk) else zero_loss(batch)
+        nll = output.detach().double() if self._is_last(chunk) else zero_loss(batch)
         return self.batch_slice.contribution(nll)
 
     def _forward(self, op: MicrobatchPass, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -292,7 +282,7 @@ class Pipeline:
         if not self._is_first(op.virtual_stage):
             assert x.grad is not None
             self._send(x.grad, self.links.before.peer, self.links.before.backward)
-        return plain_value(output) if self._is_last(op.virtual_stage) else 0.0
+        return output.detach().double() if self._is_last(op.virtual_stage) else 0.0
 
     def _empty_hidden(self, local_batch: Batch) -> Tensor:
         """Return uninitialized memory for the hidden states of a micro-batch."""
@@ -347,15 +337,14 @@ def check_user_loss(config: Config, axes: Axes) -> None:
         raise UserError("--extend: Loss sees documents, which data.documents split cuts anywhere; use auto or whole")
 
 
-def build_forward_backward(
-    parallel: Parallel, model: nn.Module, rank: Rank, loss_mode: LossMode = "full"
-) -> ForwardBackward:
-    """Build the forward and backward of a model that is split over the ranks."""
+def build_forward_backward(parallel: Parallel, model: nn.Module, rank: Rank, settings: Model) -> ForwardBackward:
+    """Build the forward and backward of a model that is split over the ranks; ``settings``: how it computes."""
     user_loss = UserLoss(extend.current()) if extend.current().has_loss else None
-    grad_divisor, loss = rank.dp.size * rank.axes.cp, build_loss(loss_mode, model.lm_head, user_loss)
+    grad_divisor, loss = rank.dp.size * rank.axes.cp, build_loss(settings.loss, model.lm_head, user_loss)
     if parallel.is_fsdp1:
         return MicrobatchLoop(model, grad_divisor, loss=loss)
-    batch_slice = BatchSlice(rank.axes, rank.index, base_attention_name(model.config._attn_implementation))
+    attention = base_attention_name(model.config._attn_implementation)
+    batch_slice = BatchSlice(rank.axes, rank.index, attention, settings.compile)
     sync = GradientSync(model, parallel.strategy_spec, rank.axes.dp_replicate)
     if isinstance(model, PipelineStages):
         return Pipeline(model, rank.axes, rank.index, parallel.pp_schedule, grad_divisor, sync, batch_slice, loss)

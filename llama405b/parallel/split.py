@@ -6,96 +6,233 @@ parallelism a rank has a slice of every sequence. Ranks exchange heads for seque
 so the chosen attention function and the separation of packed documents do not change. transformers' modules and parameter names do not
 change either; ``spec.tensors`` knows what each rank holds.
 
-Shape suffixes: B sequences, H heads, S positions, D size of a head; R ranks.
+Shape suffixes: B sequences, H heads, S positions, s positions of a rank's part, h hidden size, D size of a head; R ranks.
 """
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
-from llama405b.model.llama import rotary_embeddings, tie_head
+from llama405b.model.head import VocabPart
+from llama405b.model.llama import family_of, is_decoder_layer, rotary_embeddings, tie_head
 from llama405b.parallel.fsdp import make_device_mesh, shard_model
-from llama405b.parallel.fsdp_internals import compute_dtype
+from llama405b.parallel.fsdp_internals import compute_dtype, local_tensor
 from llama405b.settings.axes import AXIS_NAMES, Axes
-from llama405b.settings.schema import LossMode, Parallel
-from llama405b.spec.tensors import ShardLayout
-
-REPLICATED, SEQUENCE_SHARD = Replicate(), Shard(1)  # layouts of the sequence dimension
-MODEL_STYLES: dict[str, ParallelStyle] = {
-    "model.embed_tokens": RowwiseParallel(input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARD),
-    "model.norm": SequenceParallel(),
-}
-HEAD_STYLES: dict[
-    LossMode, ParallelStyle
-] = {  # full: each rank has a slice of the vocabulary; chunked: the loss is computed alike on all ranks
-    "full": ColwiseParallel(input_layouts=SEQUENCE_SHARD, output_layouts=Shard(-1), use_local_output=False),
-    "chunked": ColwiseParallel(input_layouts=SEQUENCE_SHARD, output_layouts=REPLICATED),
-}
+from llama405b.settings.schema import Parallel
+from llama405b.spec.tensors import ShardLayout, tp_dimension
 
 
-def split_matrices(model: nn.Module, mesh: DeviceMesh, loss_mode: LossMode = "full") -> None:
-    """Split the matrices of a model on the meta device over the one-dimensional ``mesh``. Call it before FSDP."""
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    layers = model.model.layers
-    for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
-        parallelize_module(layer, mesh, _layer_styles(), src_data_rank=None)
-    modules = dict(model.named_modules())
-    styles = {
-        name: style for name, style in (MODEL_STYLES | {"lm_head": HEAD_STYLES[loss_mode]}).items() if name in modules
-    }
-    parallelize_module(model, mesh, styles, src_data_rank=None)
+class TpRanks(NamedTuple):
+    """A tensor-parallel group, by its name: a compiled layer holds numbers and names as constants."""
+
+    size: int
+    rank: int  # this rank's number in the group
+    group_name: str
+
+
+def split_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make every parameter of a model on the meta device a DTensor over the one-dimensional ``mesh``. Call it before adapters."""
+    splits_query_norms = family_of(model.config).query_norms == "all"
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            dimension = tp_dimension(f"{module_name}.{name}", splits_query_norms=splits_query_norms)
+            placement = Replicate() if dimension is None else Shard(dimension)
+            value = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+            setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
     tie_head(model)
-    for name in frozen:  # torch's styles recreate some parameters, and recreated norms require gradients
-        model.get_parameter(name).requires_grad_(False)
-    # FSDP warns about in-place changes to views that the embedding and the head return; nothing changes them in place.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
 
 
-def _layer_styles() -> dict[str, ParallelStyle]:
-    gather_sequence = {
-        "input_kwarg_layouts": {"hidden_states": SEQUENCE_SHARD},
-        "desired_input_kwarg_layouts": {"hidden_states": REPLICATED},
-    }
-    return {
-        "input_layernorm": SequenceParallel(),
-        "self_attn": PrepareModuleInput(**gather_sequence),
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
-        "self_attn.v_proj": ColwiseParallel(),
-        "self_attn.o_proj": RowwiseParallel(output_layouts=SEQUENCE_SHARD),
-        "post_attention_layernorm": SequenceParallel(),
-        "mlp": PrepareModuleInput(input_layouts=(SEQUENCE_SHARD,), desired_input_layouts=(REPLICATED,)),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(output_layouts=SEQUENCE_SHARD),
-    }
+def compute_on_shards(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let modules compute with this rank's shards of their parameters. Call it after ``split_matrices`` and adapters, before FSDP.
+
+    To all that names parameters (FSDP, the optimizer, checkpoints) they stay DTensors. The sequence is gathered before attention, the
+    MLP and the head, and scattered after attention and the MLP.
+    """
+    tp = TpRanks(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
+    for module in list(model.modules()):
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            _use_shards(module, tp)
+        if is_decoder_layer(module):
+            attention, mlp = module.self_attn, module.mlp
+            attention.register_forward_pre_hook(functools.partial(_gather_hidden_states, tp), with_kwargs=True)
+            attention.o_proj.register_forward_hook(functools.partial(_scatter_output, tp, attention.o_proj))
+            mlp.register_forward_pre_hook(functools.partial(_gather_input, tp))
+            # Of the MLP, as a fused one does not call its down projection.
+            mlp.register_forward_hook(functools.partial(_scatter_output, tp, mlp.down_proj))
+    if model.lm_head is not None:  # with pipeline parallelism only the last stage has it
+        model.lm_head.register_forward_pre_hook(functools.partial(_gather_input, tp))
+        model.lm_head.vocab_part = VocabPart(tp.rank * _n_local_rows(model.lm_head), mesh.get_group())
 
 
-@contextlib.contextmanager
-def vocab_parallel_loss(tp: int) -> Iterator[None]:
-    """Let losses and their gradients be computed from logits whose vocabulary is split over the ranks."""
-    with loss_parallel() if tp > 1 else contextlib.nullcontext():
-        yield
+def _n_local_rows(module: nn.Module) -> int:
+    weight = module._parameters["weight"]
+    assert isinstance(weight, DTensor)
+    return int(weight.to_local().shape[0])
+
+
+def _use_shards(module: nn.Module, tp: TpRanks) -> None:
+    """Give a module a class that computes with the local shards of its parameters."""
+    placements = {name: parameter.placements[-1] for name, parameter in module.named_parameters(recurse=False)}
+    bases: tuple[type, ...] = (type(module),)
+    if isinstance(module, nn.Embedding):
+        module.tp, module.n_rows = tp, _n_local_rows(module)
+        if module.padding_idx is not None:
+            local_index = module.padding_idx - tp.rank * module.n_rows
+            module.padding_idx = local_index if 0 <= local_index < module.n_rows else None
+        bases = (_VocabParallelEmbedding, *bases)
+    elif placements["weight"].is_shard() and not isinstance(module, nn.Linear):
+        module.tp = tp
+        bases = (_SplitNorm, *bases)
+    # The bias of a matrix that is split by inputs is added once, to the sum over the ranks.
+    adds_bias_later = placements["weight"].is_shard(1)
+    module.__class__ = _shard_class(bases, tuple(placements), adds_bias_later)
+
+
+@functools.cache  # all layers share a class, and so a compiled graph
+def _shard_class(bases: tuple[type, ...], names: tuple[str, ...], adds_bias_later: bool) -> type:
+    properties = {name: property(functools.partial(_local_parameter, name)) for name in names}
+    if adds_bias_later and "bias" in names:
+        properties |= {"bias": property(_no_bias), "later_bias": properties["bias"]}
+    name = bases[-1].__name__  # families and units know modules by the names of their classes
+    return type(f"Split{name}" if _SplitNorm in bases else name, bases, properties)
+
+
+def _local_parameter(name: str, module: nn.Module) -> Tensor | None:
+    """Return what a module computes with; of a parameter that FSDP has sharded, too, what FSDP itself asks for by name."""
+    parameter = module._parameters[name]
+    is_gathered = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
+    return local_tensor(parameter) if is_gathered else parameter
+
+
+def _no_bias(module: nn.Module) -> Tensor | None:
+    bias = module._parameters["bias"]
+    return None if isinstance(bias, DTensor) and bias.device_mesh.ndim == 1 else bias
+
+
+class _VocabParallelEmbedding(nn.Embedding):
+    """An embedding of which each rank has some rows; returns this rank's part of the sequence."""
+
+    tp: TpRanks
+    n_rows: int
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        """Embed the ids that this rank has rows of, and sum over the ranks."""
+        rows_BS = ids_BS - self.tp.rank * self.n_rows
+        is_other_BS = (rows_BS < 0) | (rows_BS >= self.n_rows)
+        embedded_BSh = super().forward(rows_BS.clamp(0, self.n_rows - 1)).masked_fill(is_other_BS[..., None], 0)
+        return scatter_sequence(embedded_BSh, self.tp)
+
+
+class _SplitNorm(nn.Module):
+    """An RMSNorm over features of which each rank has some, as OLMo 2 has them for the queries and keys of all heads."""
+
+    tp: TpRanks
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize by the mean square over all ranks' features."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        sums: Tensor = _SumOverRanks.apply(wide.pow(2).sum(-1, keepdim=True), self.tp)
+        wide = wide * torch.rsqrt(sums / (self.tp.size * x.size(-1)) + self.variance_epsilon)
+        return (self.weight * wide).to(x.dtype)
+
+
+def _gather_hidden_states(
+    tp: TpRanks, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return arguments, keywords | {"hidden_states": gather_sequence(keywords["hidden_states"], tp)}
+
+
+def _gather_input(tp: TpRanks, _: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    return (gather_sequence(arguments[0], tp),)
+
+
+def _scatter_output(tp: TpRanks, last: nn.Module, _: nn.Module, __: Any, output_BSh: Tensor) -> Tensor:
+    """Scatter what a block's last matrix computes, and add its bias."""
+    output_Bsh = scatter_sequence(output_BSh, tp)
+    bias = getattr(last, "later_bias", None)
+    return output_Bsh if bias is None else output_Bsh + bias
+
+
+def gather_sequence(x_Bsh: Tensor, tp: TpRanks) -> Tensor:
+    """Return whole sequences, (B, S, h), of which each rank has a part. The backward sums gradients over the ranks."""
+    result: Tensor = _Gather.apply(x_Bsh, tp)
+    return result
+
+
+def scatter_sequence(x_BSh: Tensor, tp: TpRanks) -> Tensor:
+    """Return this rank's part of the sequences' sum over the ranks, (B, s, h)."""
+    result: Tensor = _Scatter.apply(x_BSh, tp)
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along the sequence, whose backward is the reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x_Bsh: Tensor, tp: TpRanks) -> Tensor:
+        """See ``gather_sequence``."""
+        ctx.tp = tp
+        return _all_gather(x_Bsh, tp)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BSh: Tensor) -> tuple[Tensor, None]:
+        """See the class."""
+        return _reduce_scatter(gradient_BSh, ctx.tp), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Reduce-scatter along the sequence, whose backward is the all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSh: Tensor, tp: TpRanks) -> Tensor:
+        """See ``scatter_sequence``."""
+        ctx.tp = tp
+        return _reduce_scatter(x_BSh, tp)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_Bsh: Tensor) -> tuple[Tensor, None]:
+        """See the class."""
+        return _all_gather(gradient_Bsh, ctx.tp), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce, and so is its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TpRanks) -> Tensor:
+        """Return the sum over the ranks."""
+        ctx.tp = tp
+        return C10D.wait_tensor(C10D.all_reduce(x, "sum", tp.group_name))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """See the class."""
+        return C10D.wait_tensor(C10D.all_reduce(gradient.contiguous(), "sum", ctx.tp.group_name)), None
+
+
+C10D = torch.ops._c10d_functional  # what torch.compile makes of collectives
+
+
+def _all_gather(x_Bsh: Tensor, tp: TpRanks) -> Tensor:
+    parts = C10D.wait_tensor(C10D.all_gather_into_tensor(x_Bsh.contiguous(), tp.size, tp.group_name))
+    return parts.unflatten(0, (tp.size, -1)).transpose(0, 1).flatten(1, 2)  # a view if there is one sequence
+
+
+def _reduce_scatter(x_BSh: Tensor, tp: TpRanks) -> Tensor:
+    parts = x_BSh.unflatten(1, (tp.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    return C10D.wait_tensor(C10D.reduce_scatter_tensor(parts, "sum", tp.size, tp.group_name))
 
 
 NAME_PREFIX = "context_parallel_"  # prefix for the name of the wrapped attention function
@@ -249,7 +386,6 @@ def split_model(
     parallel: Parallel,
     rank: Rank,
     before_sharding: Callable[[nn.Module], None] | None = None,
-    loss_mode: LossMode = "full",
 ) -> nn.Module:
     """Split a model on the meta device; return the module that this rank computes with.
 
@@ -266,9 +402,11 @@ def split_model(
             model, local_stages, first=coordinate.rank == 0, last=coordinate.rank == coordinate.size - 1
         )
     if axes.tp > 1:
-        split_matrices(local_model, mesh["tp"], loss_mode)
+        split_matrices(local_model, mesh["tp"])
     if before_sharding:
         before_sharding(local_model)
+    if axes.tp > 1:
+        compute_on_shards(local_model, mesh["tp"])
     shard_model(local_model, parallel, rank.device, mesh)
     ranks.share_timeout()
     return local_model

@@ -184,10 +184,6 @@ class _MemoryWalk:
         weight_bytes = run.compute_bytes * sizes.embedding
         self._record_moment("the embedding's backward", weight_gradients=weight_bytes * (1 + self.llama.tied))
         self.live_bytes["weight gradients"] = self.live_bytes["activations"] = 0
-        if run.tp > 1:  # DTensor makes the gradient of the whole vocabulary, before it keeps a part
-            self._record_moment(
-                "the embedding's backward", weight_gradients=(run.tp + 1 + self.llama.tied) * weight_bytes
-            )
         self.live_bytes["gathered units"] += (
             0 if root or self.keeps_weights else weight_bytes
         )  # it is not gathered in the backward
@@ -201,25 +197,24 @@ class _MemoryWalk:
         if sizes.head:
             self._gather("the head's forward", sizes.head, len(self.order))
         self.live_bytes["activations"] = hidden * (4 if run.compute_bytes == 2 else 3) - hidden * run.adapter.is_enabled
+        # Between the layers a rank has a part of the sequence, and all of it in the head.
+        self.live_bytes["activations"] += run.compute_bytes * run.tokens * self.llama.hidden * (run.tp > 1)
         if run.loss == "chunked":
             logits = _logits_chunk_bytes(run, self.llama.vocab)
             hidden_grad_bytes = LOSS_BYTES * run.tokens * self.llama.hidden  # the sum over parts
-            gathered_hidden_bytes = run.compute_bytes * run.tokens * self.llama.hidden * (run.tp > 1)
-            self._record_moment("the head's forward", logits=logits, activations=gathered_hidden_bytes)
+            self._record_moment("the head's forward", logits=logits)
             self.last_gather_bytes = 0
             self.live_bytes["all-gather buffers"] = self._prefetched_bytes(len(self.order), last_unit)
             self._record_moment(
                 "the head's backward",
                 logits=logits,
-                activations=gathered_hidden_bytes + hidden_grad_bytes,
+                activations=hidden_grad_bytes,
                 weight_gradients=weight_bytes,
             )
         else:
             self._record_moment("the head's forward", logits=logits)
             self.live_bytes["all-gather buffers"] = self.last_gather_bytes = 0
-            self._record_moment(
-                "the loss", logits=(3 if run.tp == 1 else 4) * loss
-            )  # torch's loss_parallel makes one more
+            self._record_moment("the loss", logits=3 * loss)
             self.live_bytes["all-gather buffers"] = self._prefetched_bytes(len(self.order), last_unit)
             self._record_moment("the head's backward", logits=logits, activations=hidden, weight_gradients=weight_bytes)
         self.live_bytes["activations"] = hidden  # the gradient that flows
@@ -331,8 +326,8 @@ class _MemoryWalk:
         self._record_moment(moment, weight_gradients=run.compute_bytes * n_surviving, gradients=reduced_bytes)
 
     def _unreduced_grad_bytes(self, sizes: UnitSizes, layers: int, *, head: bool = True) -> float:
-        """Bytes of gradients that are not reduced yet; with ``tp`` the embedding's is of the whole vocabulary."""
-        return self.run.gradient_bytes * (self.run.tp * sizes.embedding + layers * sizes.layer + head * sizes.head)
+        """Bytes of gradients that are not reduced yet."""
+        return self.run.gradient_bytes * (sizes.embedding + layers * sizes.layer + head * sizes.head)
 
     def _grad_shard_bytes(self, layers: int) -> float:
         """Bytes of the shards of gradients, once so many layers have theirs."""
@@ -449,7 +444,6 @@ def _backward_phases(run: PredictedRun, spec: StageSpec) -> list[tuple[str, floa
     saved = _saved_bytes(run, spec)
     w = size * llama.hidden
     u = w / run.tp
-    gathered = w * (run.tp > 1)
     g = size * llama.intermediate
     q = size * llama.heads * llama.head_dim
     k = size * llama.kv_heads * llama.head_dim
@@ -461,7 +455,7 @@ def _backward_phases(run: PredictedRun, spec: StageSpec) -> list[tuple[str, floa
         weight = out = 0
     layer_elements = UnitSizes.from_trained(spec, run.adapter).layer
     return [
-        ("MLP", weight, saved + gathered + 6 * g),
+        ("MLP", weight, saved + 6 * g),
         ("MLP", 2 * weight, saved + w + 3 * g),
         ("MLP", 3 * weight, saved + 2 * w + g),
         ("norm", 3 * weight, saved + (8 if widens else 2) * u),

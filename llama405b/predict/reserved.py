@@ -129,8 +129,9 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
         run.fused and run.adapter.is_enabled,
         run.numerics == "fp8",
         run.accumulates and not run.reduces_each,
-        run.pp > 1 or (run.tp > 1 and (run.cp > 1 or run.loss == "chunked" or run.llama.tied)),
-        run.is_split and (run.has_sublayer_units or run.fused or run.adapter.is_enabled),
+        run.pp > 1 or (run.tp > 1 and (run.cp > 1 or run.llama.tied)),
+        run.is_split and (run.has_sublayer_units or run.adapter.is_enabled),
+        run.cp > 1 and run.fused,
         run.is_split and (not run.fsdp_embedding or run.llama.kv_heads % (run.tp * run.cp) != 0),
         bool(OPTIMIZERS[run.optimizer].rest),
         run.llama.family.mlp != LLAMA.mlp,
@@ -466,8 +467,8 @@ def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
     elif not run.fsdp_embedding:
         sections |= table["root"]
     if run.is_split:
-        sections |= table["tp" if run.tp > 1 else "cp"]
-    if run.fused:
+        sections |= table["cp" if run.cp > 1 else "tp_fused" if run.fused else "tp"]
+    elif run.fused:
         sections |= (
             table["fused"]
             | (table["fused_halves"] if run.has_sublayer_units else {})
@@ -498,13 +499,15 @@ def _lora_table(run: PredictedRun) -> str:
 def _chunk_head(words: Sequence[str], vocab: int) -> list[str]:
     """Return what the head does if it computes the loss of some words at a time (``model.head``), in place of all logits."""
     sizes = [min(VOCAB_CHUNK, vocab - start) for start in range(0, vocab, VOCAB_CHUNK)]
-    prefix = list(words[: words.index("2TV")])
+    first_logits = words.index("2TV")
+    prefix, after_forward = list(words[:first_logits]), words[first_logits + 1 : words.index("4TV")]
     n_before = count = sum(not word.startswith("-") and ":" not in word for word in prefix)
     result = list(prefix)
     for size in sizes:  # logits, and in FP32
         result += [f"{2 * size}T", f"{4 * size}T", f"-{count + 1}", f"-{count + 2}"]
         count += 2
     trains = "2hV" in words
+    result += after_forward if trains else []
     hidden_grad, weight_grad = count + 1, count + 2
     result += ["4Th", *["2hV"] * trains]
     count += 1 + trains

@@ -262,12 +262,10 @@ def _check_model(model: Model, parallel: Parallel, adapter: Adapter) -> Iterator
 
 
 def _check_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
-    if parallel.numerics == "fp8" and (parallel.is_fsdp1 or parallel.tp > 1):
-        yield "parallel.numerics", "fp8 needs layers that only FSDP2 shards; use fp32-master, or fsdp2 with tp 1"
+    if parallel.numerics == "fp8" and parallel.is_fsdp1:
+        yield "parallel.numerics", "fp8 needs FSDP2; use fsdp2, or fp32-master"
     if parallel.numerics == "fp8" and model.fused:
         yield "model.fused", "a fused MLP computes in BF16, not FP8; leave it out, as compile fuses FP8 layers"
-    if model.fused and parallel.tp > 1:
-        yield "model.fused", "modules that tp splits cannot be fused; leave it out, or use tp 1"
     if not model.compile:
         return
     if model.fused:
@@ -279,8 +277,6 @@ def _check_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
         )
     if parallel.is_fsdp1 or parallel.fsdp_unit != "layer":
         yield "model.compile", "FSDP's units must be whole layers; use fsdp2 and fsdp_unit layer, or leave it out"
-    if split := [name for name in ("tp", "cp") if getattr(parallel, name) > 1]:
-        yield "model.compile", f"layers that {split[0]} splits cannot be compiled; leave it out, or use {split[0]} 1"
 
 
 def _check_adapter(adapter: Adapter, parallel: Parallel) -> Iterator[Fault]:

@@ -63,11 +63,6 @@ def _find_tp_faults(
         "tokens of the vocabulary": llama.vocab,
         "tokens of a sequence": seq_len,
     }
-    if axes.tp > 1 and llama.family.query_norms:
-        yield (
-            "parallel.tp",
-            f"tp cannot split the query and key norms of a {llama.family.architecture}; use tp 1",
-        )
     if axes.tp > 1 and (fused := [name for name in (*llama.family.attention, *llama.family.mlp) if name in FUSED]):
         yield "parallel.tp", f"tp cannot split the {' and '.join(fused)} of a {llama.family.architecture}; use tp 1"
     for label, size in divided.items():

@@ -69,13 +69,19 @@ TensorSlice = tuple[IndexRange, ...]  # by dimension
 # Which dimension of a module's weight tensor parallelism splits (arXiv 1909.08053, section 3): its outputs, or its inputs.
 OUTPUT_SPLIT_MODULES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 INPUT_SPLIT_MODULES = ("o_proj", "down_proj")
+QUERY_NORMS = ("q_norm", "k_norm")
 
 
-def tp_dimension(name: str) -> int | None:
-    """Return the dimension of a tensor that tensor parallelism splits; None: each rank has all of it."""
+def tp_dimension(name: str, *, splits_query_norms: bool = False) -> int | None:
+    """Return the dimension of a tensor that tensor parallelism splits; None: each rank has all of it.
+
+    ``splits_query_norms``: the norms of queries and keys are of all heads together, see ``Family.query_norms``.
+    """
     module, _, kind = name.rpartition(".")
     module, _, factor = module.partition(".lora_")  # an adapter's A has the inputs of its matrix, and its B the outputs
     module_name = module.rpartition(".")[2]
+    if splits_query_norms and module_name in QUERY_NORMS:
+        return 0
     if module_name in OUTPUT_SPLIT_MODULES:
         return 0 if factor != "A" else None
     return 1 if module_name in INPUT_SPLIT_MODULES and kind == "weight" and factor != "B" else None
@@ -94,11 +100,16 @@ class ShardLayout:
     axes: Axes
     stages: tuple[tuple[int, ...], ...] = ((),)  # the layers of each pipeline stage; one stage has all
     names: tuple[str, ...] = ()  # of a pipeline's parameters, in the order of use
+    splits_query_norms: bool = False  # see ``tp_dimension``
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]], axes: Axes, virtual_stages: int = 1) -> "ShardLayout":
         """Return the layout of a model with these parameters; ``virtual_stages``: stages of each rank of a pipeline."""
-        return cls(axes, split_layers(shapes, axes.pp * virtual_stages), tuple(shapes)) if axes.pp > 1 else cls(axes)
+        norm, queries = (shapes.get(f"model.layers.0.self_attn.{name}.weight", ()) for name in ("q_norm", "q_proj"))
+        splits_query_norms = bool(norm) and norm[0] == queries[0]
+        if axes.pp == 1:
+            return cls(axes, splits_query_norms=splits_query_norms)
+        return cls(axes, split_layers(shapes, axes.pp * virtual_stages), tuple(shapes), splits_query_norms)
 
     def has_tensor(self, name: str, rank: int) -> bool:
         """Check whether a tensor is in one of a rank's stages."""
@@ -112,7 +123,7 @@ class ShardLayout:
         if not box:
             return ()
         tp, shard = self.axes.coordinate(rank, ("tp",)), self.axes.coordinate(rank, SHARD_AXES)
-        dimension = tp_dimension(name)
+        dimension = tp_dimension(name, splits_query_norms=self.splits_query_norms)
         if dimension is not None:
             box[dimension] = shard_range(shape[dimension], tp.rank, tp.size)
         begin, end = box[0]

@@ -280,10 +280,12 @@ def _build_fsdp2(
             if reason := llama.fp8_unsupported_reason(rank.device):
                 raise UserError(f"--parallel.numerics fp8: {reason}, or use fp32-master")
         slower = "" if config.model.compile else "; slower than BF16 unless layers are compiled (--model.compile true)"
-        context.journal.log(f"{llama.convert_to_fp8(full_model, rank.device)} linear layers compute in FP8{slower}")
+        context.journal.log(
+            f"{llama.convert_to_fp8(full_model, rank.device, parallel.tp)} linear layers compute in FP8{slower}"
+        )
     shard_layout = shard_layout_of(full_model, parallel, rank)
     adapt = functools.partial(add_adapters, adapter=adapter, dtype=shard_dtype, groups=config.optimizer.groups)
-    module = split_model(full_model, parallel, rank, adapt if adapter.is_enabled else None, config.model.loss)
+    module = split_model(full_model, parallel, rank, adapt if adapter.is_enabled else None)
     if (
         rank.on_gpu
         and parallel.offload == "none"

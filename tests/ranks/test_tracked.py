@@ -185,10 +185,8 @@ def test_each_axis_takes_what_torch_tracks(seq_len, mesh):
     assert tracked.before == load.weight_bytes * rank_elements(llama, axes, rank, parallel.virtual_stages)
     found = find_stage_peak(load, stage)
     peak = found.total - found.bytes_by_kind.get("moments", 0)
-    # With tp, DTensor makes the embedding's gradient of the whole vocabulary. The tracker has it until it is reduced; CUDA's allocator
-    # gets it back before, and reserved.csv has what that allocates.
-    whole = (axes.tp > 1) * load.compute_bytes * llama.vocab * llama.hidden
-    assert 0.97 * (tracked.peak - whole) <= peak <= 1.03 * tracked.peak
+    most = 1.1 if parallel.virtual_stages > 1 else 1.01  # of an interleaved pipeline more is predicted, not less
+    assert 0.97 * tracked.peak <= peak <= most * tracked.peak
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)

@@ -144,6 +144,7 @@ def build(
     from llama405b.parallel.passes import build_forward_backward
     from llama405b.parallel.split import shard_layout_of, split_model
     from llama405b.settings.axes import Recompute
+    from llama405b.settings.schema import Model
     from llama405b.spec.models import read_llama
 
     config = llama.read_hf_config(directory)
@@ -151,7 +152,7 @@ def build(
     llama.freeze(whole, optimizer.groups, freeze_all=bool(adapter))
     holdings = shard_layout_of(whole, parallel, me)
     adapt = functools.partial(add_adapters, adapter=adapter, dtype=dtype, groups=optimizer.groups)
-    model = split_model(whole, parallel, me, adapt if adapter else None, loss)
+    model = split_model(whole, parallel, me, adapt if adapter else None)
     load_weights.load(
         model, directory, how, me, lambda *_: None, offload=parallel.offload != "none", shard_layout=holdings
     )
@@ -161,7 +162,7 @@ def build(
         compile_layers(model)
     checkpoint_activations(model, Recompute.parse(recompute))
     updater = build_updater(model, optimizer, parallel, me.device)
-    return model, build_forward_backward(parallel, model, me, loss), updater
+    return model, build_forward_backward(parallel, model, me, Model(loss=loss, compile=compiles)), updater
 
 
 def whole_weights(model):

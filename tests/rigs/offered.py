@@ -233,7 +233,7 @@ def _step(me, root, kind):
     torch.manual_seed(0)
     module, master = build_model(config, files, context, from_checkpoint=False)
     updater = build_pinned_updater(config, module, master, context)
-    passes = build_forward_backward(config.parallel, module, me, config.model.loss)
+    passes = build_forward_backward(config.parallel, module, me, config.model)
     build_host_inputs(config, module, read_llama(files), context)
     generator = torch.Generator().manual_seed(me.dp.rank)
     n_local = BATCH // me.dp.size

@@ -41,7 +41,7 @@ from llama405b.parallel.passes import build_forward_backward
 from llama405b.parallel.split import split_model
 from llama405b.predict.run_shape import PredictedRun
 from llama405b.settings.axes import FULL_RECOMPUTE, Axes, Recompute
-from llama405b.settings.schema import Adapter, LossMode, Optimizer, Parallel
+from llama405b.settings.schema import Adapter, LossMode, Model, Optimizer, Parallel
 
 ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = all
 NEITHER = ("Inputs", "Buffer")
@@ -120,8 +120,8 @@ def track(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     me = Rank(rank, world, 0, "host", torch.device("cpu"), mesh=axes)
     try:
-        model = _split(config, parallel, me, adapter, loss).train()
-        passes = build_forward_backward(parallel, model, me, loss)
+        model = _split(config, parallel, me, adapter).train()
+        passes = build_forward_backward(parallel, model, me, Model(loss=loss))
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             tie_head(model)
@@ -143,14 +143,14 @@ def track(
         dist.destroy_process_group()
 
 
-def _split(config: dict, parallel: Parallel, me: Rank, adapter: Adapter | None, loss: LossMode) -> nn.Module:
+def _split(config: dict, parallel: Parallel, me: Rank, adapter: Adapter | None) -> nn.Module:
     """Build a rank's part of a model, as the trainer does."""
     kept = shard_dtype(parallel)
     frozen = compute_dtype(parallel.numerics) if adapter else kept
     whole = build_on_meta(config_from_dict({"model_type": "llama"} | config), "varlen", frozen)
     freeze(whole, (), freeze_all=bool(adapter))
     adapt = functools.partial(add_adapters, adapter=adapter, dtype=kept)
-    return split_model(whole, parallel, me, adapt if adapter else None, loss)
+    return split_model(whole, parallel, me, adapt if adapter else None)
 
 
 @contextlib.contextmanager
