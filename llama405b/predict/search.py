@@ -29,7 +29,7 @@ from llama405b.predict.estimate import (
     training_setup,
 )
 from llama405b.predict.hardware import ModelShape
-from llama405b.predict.run_shape import PredictedRun, rank_elements
+from llama405b.predict.run_shape import SEARCHED_SETTINGS, PredictedRun, rank_elements
 from llama405b.settings import config
 from llama405b.settings.axes import FULL_RECOMPUTE, Axes, Recompute
 from llama405b.settings.choices import UNIT_CLASSES, StrategyName
@@ -320,9 +320,8 @@ def remedies(prediction: Prediction) -> list[tuple[str, Prediction]]:
     if cluster.rates:  # measured with these numerics
         changes = [change for change in changes if change[-1].numerics == run.numerics]
     candidates = [(setting, value, prediction.with_run(other)) for setting, value, other in changes]
-    if prediction.fit is Fit.YES and run.recompute == FULL_RECOMPUTE and not run.compiled:
-        max_kept = keep_most_activations(prediction)
-        candidates.append(("--model.activation_checkpointing", f" {max_kept.run.recompute}", max_kept))
+    if prediction.fit is Fit.YES:
+        candidates += _with_saved_memory(prediction)
     faster_cluster = dataclasses.replace(cluster, nic_bytes_per_s=2 * cluster.nic_bytes_per_s)
     if run.hosts > 1:
         candidates.append(("twice the network", "", Prediction.from_run(run, faster_cluster, prediction.ram_bytes)))
@@ -341,6 +340,61 @@ def remedies(prediction: Prediction) -> list[tuple[str, Prediction]]:
     for setting, value, other in helpful:
         best_of_setting.setdefault(setting, (setting + value, other))
     return [*best_of_setting.values()]
+
+
+# Settings that save a GPU's memory at little cost, for something that takes more of it.
+MEMORY_SAVINGS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"activations": "host"},
+    {"fused": True},
+    {"activations": "host", "fused": True},
+    {"activations": "host", "fused": True, "loss": "chunked"},
+)
+
+
+def _with_saved_memory(prediction: Prediction) -> Iterator[tuple[str, str, Prediction]]:
+    """Yield what more memory makes faster, with settings that save so much: activations of more layers, larger micro-batches."""
+    run = prediction.run
+    for saving in MEMORY_SAVINGS:
+        saved = prediction if not saving else prediction.with_run(dataclasses.replace(run, **saving))
+        if saving and (saved.run == run or not is_runnable(saved.run, prediction.cluster)):
+            continue
+        flags = format_changes(run, saved.run)
+        # A chunked loss lowers no peak that a layer has, and each of these takes long to find.
+        keeps_more = run.recompute == FULL_RECOMPUTE and not run.compiled and "loss" not in saving
+        if keeps_more and saved.fit is Fit.YES:
+            max_kept = keep_most_activations(saved)
+            yield "--model.activation_checkpointing", f" {max_kept.run.recompute}{flags}", max_kept
+        larger = dataclasses.replace(saved.run, micro_batch=2 * run.micro_batch)
+        if saving and is_runnable(larger, prediction.cluster):
+            yield "--training.micro_batch_size", f" {larger.micro_batch}{flags}", prediction.with_run(larger)
+
+
+def with_larger_batch(prediction: Prediction) -> Prediction | None:
+    """Return twice the batch in twice as large micro-batches, with settings that save the memory for it.
+
+    None, if it does not surely fit, trains no faster per token, or is not needed, as a rank has several micro-batches in a step.
+    """
+    run = prediction.run
+    if prediction.fit is not Fit.YES or run.global_batch != run.dp * run.micro_batch:
+        return None
+    larger = dataclasses.replace(run, micro_batch=2 * run.micro_batch, global_batch=2 * run.global_batch)
+    candidates = (dataclasses.replace(larger, **saving) for saving in MEMORY_SAVINGS)
+    found = [prediction.with_run(candidate) for candidate in candidates if is_runnable(candidate, prediction.cluster)]
+    best = max(
+        (other for other in found if other.fit is Fit.YES), key=lambda other: other.tokens_per_s or 0, default=None
+    )
+    return best if best and best.speedup_over(prediction) > MIN_GAIN else None
+
+
+def format_changes(before: PredictedRun, after: PredictedRun) -> str:
+    """Format the settings of a run that differ from another's, as flags with a space before each."""
+    changes = {
+        setting: getattr(after, field)
+        for field, setting in SEARCHED_SETTINGS.items()
+        if getattr(after, field) != getattr(before, field)
+    }
+    return "".join(f" --{setting} {str(value).lower()}" for setting, value in changes.items())
 
 
 def single_changes(run: PredictedRun) -> list[tuple[str, str, PredictedRun]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,11 +18,13 @@ from llama405b.predict.search import (
     NEAR_SHARE,
     Fit,
     Prediction,
+    format_changes,
     is_near_fastest,
     largest_micro_batch,
     remedies,
     split_label,
     untested_features,
+    with_larger_batch,
 )
 from llama405b.predict.step_time import StepTime
 from llama405b.settings.axes import FULL_RECOMPUTE, idle_rank_note
@@ -41,7 +44,7 @@ FIT_LABELS = {
 RETRIES_NOTE = (
     "PyTorch reserves more than the GPU has: in each step it waits for the GPU, frees cached blocks and allocates again"
 )
-MAX_REMEDIES = 3  # changes
+MAX_REMEDIES, MAX_REMEDY_LINES = 3, 4  # changes, and lines on them and on a larger batch
 MIN_SHOWN_BYTES, MIN_SHOWN_S = 0.05 * GIB, 0.05
 UNMEASURED = "little is known of times on this GPU"
 MEASURED_BASIS = {  # of what was measured on the hosts
@@ -151,9 +154,13 @@ def _format_margin(prediction: Prediction) -> str:
 
 
 def _wrap(label: str, text: str) -> list[str]:
-    """Return a label and a text in lines of ``WIDTH`` columns at most."""
+    """Return a label and a text in lines of ``WIDTH`` columns at most; a flag and its value stay on one."""
+    joined = re.sub(r"(--[\w.]+) (?!--)", "\\1\xa0", text)
     indents = f"{label:12} ", " " * 13
-    return textwrap.wrap(text, WIDTH, initial_indent=indents[0], subsequent_indent=indents[1], break_on_hyphens=False)
+    lines = textwrap.wrap(
+        joined, WIDTH, initial_indent=indents[0], subsequent_indent=indents[1], break_on_hyphens=False
+    )
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def _bar_line(name: str, used_bytes: float, limit_bytes: float, words: str) -> str:
@@ -295,8 +302,8 @@ def _format_copies(prediction: Prediction) -> str:
 
 
 def _remedy_lines(prediction: Prediction) -> list[str]:
-    """Return the lines on the changes that help most."""
-    lines = []
+    """Return the lines on the changes that help most, and on a larger batch, as many as there is room for."""
+    lines, batch_lines = list[str](), _batch_lines(prediction)
     for label, other in remedies(prediction)[:MAX_REMEDIES]:
         gain = (
             f"{round(100 * other.speedup_over(prediction)):+d}% a GPU, "
@@ -308,8 +315,23 @@ def _remedy_lines(prediction: Prediction) -> list[str]:
         verdict = f", {short_fit_label(other)}" if other.fit is not Fit.YES else ""
         change = f"{gain}{format_short_memory(other)} GiB{ram}{verdict}"
         is_wide = len(f"{'try':12} {label}: {change}") > WIDTH
-        lines.append(f"{label.partition(' (')[0] if is_wide else label}: {change}")
-    return [f"{'try' if i == 0 else '':12} {line}" for i, line in enumerate(lines)]
+        remedy_lines = _wrap("" if lines else "try", f"{label.partition(' (')[0] if is_wide else label}: {change}")
+        if lines and len(lines) + len(remedy_lines) + len(batch_lines) > MAX_REMEDY_LINES:
+            break
+        lines += remedy_lines
+    return lines + batch_lines
+
+
+def _batch_lines(prediction: Prediction) -> list[str]:
+    """Return the lines on a larger batch; none where that gains nothing."""
+    larger = with_larger_batch(prediction)
+    if not larger or not larger.needs.step_s:
+        return []
+    step_s = larger.needs.step_s * prediction.step_tokens / larger.step_tokens
+    flags = format_changes(prediction.run, larger.run).strip()
+    gain = round(100 * larger.speedup_over(prediction))
+    time = f"{step_s:,.1f} s per {prediction.step_tokens:,} tokens ({gain:+d}%)"
+    return _wrap(f"batch {larger.run.global_batch:,}", f"{flags}: {time}")
 
 
 def _format_parts(bytes_by_kind: Mapping[str, float]) -> str:
