@@ -10,8 +10,11 @@ Without a GPU, copies are synchronous. Timers use CUDA events. Knows devices and
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import gc
 import mmap
+import os
+import re
 import resource
 import time
 from collections import defaultdict
@@ -54,6 +57,58 @@ def free_bytes() -> int:
         return free
     # A cgroup counts page cache as used; the inactive part of it can be reclaimed.
     return max(0, min(free, int(limit) - int(used) + int(caches.get("inactive_file", 0))))
+
+
+def total_bytes() -> int:
+    """Return the memory of this machine, in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+
+
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # number of the system call
+MPOL_PREFERRED = 1  # linux/mempolicy.h: other nodes' memory only where this one has no free pages
+MIN_CACHED_SHARE = (
+    0.25  # of a host's memory, from which on the files of a model leave the page cache once they are read
+)
+
+
+def prefer_numa_node(node: int) -> None:
+    """Take this thread's memory, and that of threads that it starts, from a NUMA node.
+
+    Raises:
+        OSError: The kernel refuses, as in some containers.
+    """
+    number, bits = SET_MEMPOLICY.get(os.uname().machine), 8 * ctypes.sizeof(ctypes.c_ulong)
+    if number is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(number, MPOL_PREFERRED, mask, len(mask) * bits + 1):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def bytes_by_numa_node(numa_maps: str) -> dict[int, int]:
+    """Return the bytes of a process that are no file's, by NUMA node, from ``/proc/PID/numa_maps`` (see proc(5))."""
+    sizes: dict[int, int] = defaultdict(int)
+    for line in numa_maps.splitlines():
+        if " file=" in line:
+            continue
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        page_bytes = 1024 * int(fields.get("kernelpagesize_kB", 4))
+        for name, value in fields.items():
+            if re.fullmatch(r"N\d+", name):
+                sizes[int(name[1:])] += int(value) * page_bytes
+    return dict(sizes)
+
+
+def drop_cached(mapped: mmap.mmap, file: Path, begin: int, n_bytes: int) -> None:
+    """Let go of a range of a mapped file in the page cache, which would push pinned memory to other NUMA nodes."""
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (begin + n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first  # other ranks may read the pages at the ends
+    if length > 0:
+        mapped.madvise(mmap.MADV_DONTNEED, first, length)
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), first, length, os.POSIX_FADV_DONTNEED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from llama405b.contract.errors import UserError, pluralize
-from llama405b.distributed import collectives
+from llama405b.distributed import collectives, host_memory
 from llama405b.settings.axes import DP_AXES, SHARD_AXES, Axes, Coordinate
 from llama405b.settings.schema import Parallel
 from llama405b.spec.plan import OWN_THREADS
@@ -223,9 +223,39 @@ def bind_cores(rank: Rank) -> str:
     nodes = [numa_node(bus_id(i)) for i in range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))]
     binding = choose_binding(nodes, rank.local_rank, os.sched_getaffinity(0))
     os.sched_setaffinity(0, binding.cpus)
+    memory = ""
+    if binding.node >= 0:
+        try:
+            host_memory.prefer_numa_node(binding.node)
+        except OSError as error:
+            memory = f"; memory wherever Linux puts it ({error.strerror})"
     if OWN_THREADS not in os.environ:
         torch.set_num_threads(binding.cores)
-    return f"cores: {binding}; {torch.get_num_threads()} threads{' (OMP_NUM_THREADS)' * (OWN_THREADS in os.environ)}"
+    threads = f"{torch.get_num_threads()} threads{' (OMP_NUM_THREADS)' * (OWN_THREADS in os.environ)}"
+    return f"cores: {binding}; {threads}{memory}"
+
+
+MAX_FAR_SHARE = 0.05  # of a rank's memory on other NUMA nodes than its GPU's, of which nothing is said
+
+
+def describe_memory_nodes(rank: Rank, numa_maps: Path = Path("/proc/self/numa_maps")) -> str:
+    """Return a line on how much of the ranks' memory is on other NUMA nodes than their GPUs'; "" if there is one node, or none is known."""
+    sizes, node = dict[int, int](), -1
+    with contextlib.suppress(OSError):
+        node = numa_node(bus_id(rank.device.index or 0)) if rank.on_gpu else -1
+        sizes = host_memory.bytes_by_numa_node(numa_maps.read_text(encoding="ascii"))
+    total = sum(sizes.values())
+    far_share = 1 - sizes.get(node, 0) / total if node >= 0 and total else 0.0
+    found = collectives.all_gather_objects((far_share, total, len(sizes)))
+    worst, (far_share, total, _) = max(enumerate(found), key=lambda item: item[1][0])
+    if max(n_nodes for *_, n_nodes in found) < 2 and not far_share:
+        return ""
+    if far_share <= MAX_FAR_SHARE:
+        return f"memory: at least {100 * (1 - far_share):.0f}% of each rank's is on the NUMA node of its GPU"
+    return (
+        f"WARNING: {100 * far_share:.0f}% of the {total / host_memory.GIB:.0f} GiB of rank {worst} is on another NUMA node than its GPU, "
+        "which slows updates there; if the page cache filled its node, run `echo 1 > /proc/sys/vm/drop_caches` as root, and launch again"
+    )
 
 
 def bus_id(device: int) -> str:

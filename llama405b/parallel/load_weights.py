@@ -24,7 +24,14 @@ from torch.distributed.tensor import DTensor
 
 from llama405b.contract.errors import UserError, fmt_if, reason_of
 from llama405b.distributed import collectives
-from llama405b.distributed.host_memory import DeviceStager, OnByteProgress, allocate_blocks
+from llama405b.distributed.host_memory import (
+    MIN_CACHED_SHARE,
+    DeviceStager,
+    OnByteProgress,
+    allocate_blocks,
+    drop_cached,
+    total_bytes,
+)
 from llama405b.distributed.ranks import Rank
 from llama405b.model.llama import restore_buffers, strip_wrappers, tie_head
 from llama405b.parallel.fsdp import unit_name
@@ -122,6 +129,7 @@ def _fill(filler: "_Filler", names: Iterable[str], mode: str, on_progress: OnByt
     sizes = [sum(layout[name].n_bytes for name in unit) for unit in units]
     for _, done_bytes in zip(fill(units), itertools.accumulate(sizes), strict=True):
         on_progress(done_bytes, sum(sizes))
+        filler.files.drop_read()
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -193,6 +201,9 @@ class _MappedWeights:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.mapped: dict[Path, mmap.mmap] = {}
+        n_bytes = sum(info.stored_bytes for info in layout.values())
+        self.drops_cache = n_bytes > MIN_CACHED_SHARE * total_bytes()
+        self.ranges: list[tuple[Path, int, int]] = []  # of files, that were read since the last call of ``drop_read``
 
     def read(self, name: str, box: TensorSlice) -> Tensor:
         """Return a slice of a tensor, read-only, in the file's dtype."""
@@ -207,15 +218,19 @@ class _MappedWeights:
         (start, stop), *columns = relative_slice(piece.box, box)
         _, *widths = [last - first for first, last in piece.box]
         row = math.prod(widths)
+        n_elements, begin = (stop - start) * row, piece.offset + start * row * DTYPE_BYTES[info.dtype]
+        if self.drops_cache and columns == [(0, width) for width in widths]:  # else other ranks read the same rows
+            self.ranges.append((info.file, begin, n_elements * DTYPE_BYTES[info.dtype]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the buffer is read-only
-            flat = torch.frombuffer(
-                self.mapped[info.file],
-                dtype=DTYPES[info.dtype],
-                count=(stop - start) * row,
-                offset=piece.offset + start * row * DTYPES[info.dtype].itemsize,
-            )
+            flat = torch.frombuffer(self.mapped[info.file], dtype=DTYPES[info.dtype], count=n_elements, offset=begin)
         return flat.view(stop - start, *widths)[(slice(None), *(slice(*span) for span in columns))].contiguous()
+
+    def drop_read(self) -> None:
+        """Let go of what was read since the last call in the page cache, if the checkpoint would fill much of it."""
+        for file, begin, n_bytes in self.ranges:
+            drop_cached(self.mapped[file], file, begin, n_bytes)
+        self.ranges.clear()
 
 
 class _ResizedFiles(_MappedWeights):

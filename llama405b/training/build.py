@@ -36,7 +36,7 @@ from llama405b.data.demo_model import make_demo
 from llama405b.data.tokenizer import read_tokenizer
 from llama405b.data.tokens import TokenizeRecord
 from llama405b.distributed import collectives
-from llama405b.distributed.ranks import Rank, bind_cores, ranks_per_host
+from llama405b.distributed.ranks import Rank, bind_cores, describe_memory_nodes, ranks_per_host
 from llama405b.formats.corpus import TOKENIZED, is_tokenized
 from llama405b.model import fused, llama
 from llama405b.model.attention import AttentionChoice, choose_attention
@@ -410,6 +410,12 @@ def _read_small_files(model: Model, data: Data, context: RankContext, *, needs_a
 def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
     """Bind this rank's threads to cores near its GPU, unless the settings forbid it."""
     if parallel.numa == "auto" and (message := bind_cores(context.rank)):
+        context.journal.log(message)
+
+
+def check_numa_memory(parallel: Parallel, context: RankContext) -> None:
+    """Log whether the ranks' memory, all of it pinned by now, is near their GPUs, where updates run on CPUs."""
+    if parallel.numa == "auto" and parallel.updates_on_cpu and (message := describe_memory_nodes(context.rank)):
         context.journal.log(message)
 
 

@@ -53,6 +53,7 @@ from llama405b.training.build import (
     build_host_inputs,
     build_model,
     build_pinned_updater,
+    check_numa_memory,
     distribute_model_files,
     open_data,
     open_held_out,
@@ -149,6 +150,7 @@ def prepare(
     )
     if trains:
         updater = build_pinned_updater(config, module, master, context)
+        check_numa_memory(config.parallel, context)
     else:
         updater = OnDeviceUpdate(module, master, build_optimizer(master, config.optimizer), has_moments=False)
         updater.sync_weights()

@@ -166,6 +166,7 @@ def put(*path):
         (put("tmux", {"memlock_kib": "8192", "open_files": "1024"}), BAD, "only 8192 KiB may be locked inside tmux", "tmux kill-server"),
         (put("tmux", {"memlock_kib": "unlimited", "open_files": "1024"}), WARN, "1024 open files", "nofile"),
         (put("tmux", {"failed": "open terminal failed"}), BAD, "its tmux does not work (open terminal failed)", "tmux new"),
+        (put("environment", "queues", "1"), WARN, "sets CUDA_DEVICE_MAX_CONNECTIONS to 1", "unset it"),
         (put("memory", "shm_free", 64 << 20), WARN, "/dev/shm has 0.1 GiB free", "--shm-size"),
         (put("disks", "filesystems", [{"path": "/w", "free": 10 << 20, "writable": True}]), BAD, "its disk is full (10 MiB free at /w)", "make room"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True, "free_files": 3}]), BAD, "its disk is out of inodes (3 more files can be created at /w)", "delete files"),
@@ -273,6 +274,21 @@ def test_an_allocator_without_expandable_segments_keeps_more(words, told):
     assert [(each.level, repr(words) in each.what) for each in found] == [(WARN, True)] * told
     assert all("add expandable_segments:True" in each.remedy for each in found)
     assert diagnose({"a": facts}, Requirements(uses_gpus=False)) == []
+
+
+def test_a_numa_node_full_of_files_is_told_where_the_run_needs_it():
+    full, free = ({"number": n, "total": 1 << 40, "cached": cached} for n, cached in ((0, 800 << 30), (1, 0)))
+    needs = Requirements(ram_bytes=1 << 40)
+    for memory, names in (
+        ({"nodes": [full, free]}, ["NUMA node 0 has 800 of its 1024 GiB in the page cache"]),
+        ({"nodes": [full, free], "zone_reclaim": True}, []),
+        ({"nodes": [full]}, []),
+        ({"nodes": [free, free]}, []),
+    ):
+        facts = good()
+        facts["memory"] |= memory
+        assert [finding.what for finding in diagnose({"a": facts}, needs)] == names
+        assert diagnose({"a": facts}, Requirements(ram_bytes=100 << 30)) == []
 
 
 def test_what_a_run_needs():

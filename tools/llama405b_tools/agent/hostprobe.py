@@ -162,6 +162,7 @@ def read_environment(request):
     python = os.path.expanduser(request["python"])
     facts = {"workdir": workdir, "workdir_exists": os.path.isdir(workdir), "packages": None, "code": ""}
     facts["allocator"] = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "")
+    facts["queues"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     try:
         result = subprocess.run(
             [python, "-c", PACKAGES_SCRIPT],
@@ -278,7 +279,20 @@ def read_memory():
         "total": total or 0,
         "available": available or 0,
         "shm_free": shm.f_bavail * shm.f_frsize if shm else 0,
+        "zone_reclaim": read_text("/proc/sys/vm/zone_reclaim_mode").strip() not in ("", "0"),
+        "nodes": [read_node(path) for path in sorted(glob.glob("/sys/devices/system/node/node[0-9]*"))],
     }
+
+
+def read_node(path):
+    """Return the bytes of a NUMA node, and how many of them hold files."""
+    sizes = {}
+    for line in read_text(path + "/meminfo").splitlines():  # "Node 0 MemTotal:  98765 kB"
+        words = line.split()
+        if len(words) == 5:
+            sizes[words[2].rstrip(":")] = int(words[3]) * 1024
+    number = int(os.path.basename(path)[len("node") :])
+    return {"number": number, "total": sizes.get("MemTotal", 0), "cached": sizes.get("FilePages", 0)}
 
 
 def kills_at_logout():

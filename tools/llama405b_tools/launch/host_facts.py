@@ -38,6 +38,7 @@ class Environment:
     packages: Mapping[str, str] | None  # name -> version or "missing"; None: its python cannot be run
     code: str  # the checkout's commit
     allocator: str = ""  # what the user set of PyTorch's (PYTORCH_ALLOC_CONF); "": nothing
+    queues: str = ""  # CUDA_DEVICE_MAX_CONNECTIONS; "": not set
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,12 +59,23 @@ class TmuxLimits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class NumaNode:
+    """Memory of a NUMA node, in bytes."""
+
+    number: int
+    total: int
+    cached: int  # of files
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
     """Memory, in bytes."""
 
     total: int
     available: int
     shm_free: int
+    zone_reclaim: bool = False  # whether the kernel frees a node's page cache before it takes another node's memory
+    nodes: tuple[NumaNode, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -98,6 +98,8 @@ def host_findings(facts: HostFacts, needs: Requirements, *, is_head: bool) -> Fi
     if needs.uses_gpus:
         yield from _check_cuda_build(facts, needs)
         yield from _check_allocator(facts)
+        yield from _check_queues(facts)
+        yield from _check_nodes(facts, needs)
         yield from _check_gpus(facts, needs)
         yield from _check_fabric(facts)
     yield from _check_memory(facts, needs)
@@ -152,6 +154,15 @@ def _check_allocator(facts: HostFacts) -> Findings:
             problem,
             f"unset it, or add {EXPANDABLE_SEGMENTS}: without it, PyTorch reserves 9 to 15 GiB more of a GPU at 405B",
         )
+
+
+def _check_queues(facts: HostFacts) -> Findings:
+    """Check that copies and collectives can run beside computation."""
+    if facts.environment and facts.environment.queues == "1":
+        problem = (
+            "its environment sets CUDA_DEVICE_MAX_CONNECTIONS to 1, so collectives and copies wait for computation"
+        )
+        yield Finding(WARN, problem, "unset it (Megatron-LM needs it, FSDP does not)")
 
 
 def _check_cuda_build(facts: HostFacts, needs: Requirements) -> Findings:
@@ -289,6 +300,18 @@ def _check_memory(facts: HostFacts, needs: Requirements) -> Findings:
     if memory and memory.shm_free < MIN_SHM:
         problem = f"/dev/shm has {memory.shm_free / GIB:.1f} GiB free"
         yield Finding(WARN, problem, "mount -o remount,size=16G /dev/shm (docker: --shm-size)")
+
+
+def _check_nodes(facts: HostFacts, needs: Requirements) -> Findings:
+    """Check that the page cache leaves each NUMA node room for what the run pins there, as Linux would rather take the other node's."""
+    memory = facts.memory
+    if not memory or len(memory.nodes) < 2 or memory.zone_reclaim or not needs.ram_bytes:
+        return
+    for node in memory.nodes:
+        if node.total - node.cached < needs.ram_bytes / len(memory.nodes) <= node.total:
+            problem = f"NUMA node {node.number} has {node.cached / GIB:.0f} of its {node.total / GIB:.0f} GiB in the page cache"
+            remedy = "as root: echo 1 > /proc/sys/vm/drop_caches; else updates use the other node's memory, at half the speed"
+            yield Finding(WARN, problem, remedy)
 
 
 def _check_tmux(facts: HostFacts) -> Findings:
