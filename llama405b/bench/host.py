@@ -26,13 +26,15 @@ from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
 from llama405b.model.attention import attention_candidates, attention_unsupported_reason, model_inputs
 from llama405b.model.llama import checkpoint_activations, compute_dtype
-from llama405b.optim.optimizer import LocalElements, build_optimizer, update_group
+from llama405b.optim.optimizer import build_optimizer, update_group
+from llama405b.optim.rounding import LocalElements
 from llama405b.optim.updater import norm_over_ranks, square_sums
 from llama405b.predict.run_shape import PredictedRun, StageSpec, UnitSizes
 from llama405b.settings.schema import Optimizer
 from llama405b.spec.probes import Figure
 
 GB = 1e9
+ROW = 4096  # elements of a matrix's rows
 
 
 def synced_time(rank: Rank) -> float:
@@ -145,12 +147,13 @@ def build_update(
 
     By default in host memory, on this rank's threads.
     """
-    weight = torch.nn.Parameter(torch.randn(elements, device=device, dtype=dtype))
+    shape = (elements // ROW, ROW) if stochastic else (elements,)
+    weight = torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
     gradient = torch.randn_like(weight.data)
     moments = {name: torch.zeros_like(gradient) for name in ("exp_avg", "exp_avg_sq")}
     state = {"step": torch.zeros((), device=device)} | moments
     params = {"lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
-    rounding = {id(weight): LocalElements(7)} if stochastic else None
+    rounding = {id(weight): LocalElements(7, width=ROW, full_width=ROW)} if stochastic else None
     return torch.no_grad()(lambda: update_group([weight], [state], [gradient], params, rounding))
 
 

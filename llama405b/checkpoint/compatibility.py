@@ -127,15 +127,23 @@ def check_changes(checkpoint: CheckpointView, current: RunIdentity, allowed: Seq
     return check_resume_changes(str(checkpoint.path), previous, current, allowed)
 
 
+ROUNDING = (
+    "stochastic rounding"  # the rule: 2 rounds an update of plain operations, 1 rounded that of torch's fused kernel
+)
+
+
 def software_versions() -> dict[str, str]:
     """Return the versions of the software that computes a step, including this code."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    return packages | {"llama405b": code_version()}
+    return packages | {"llama405b": code_version(), ROUNDING: "2"}
 
 
 def describe_version_changes(checkpoint: CheckpointView) -> str:
     """Return a log line about versions that differ from a checkpoint's; '' if none do or none are recorded."""
-    previous, current = checkpoint.manifest.versions, software_versions()
+    previous, current = dict(checkpoint.manifest.versions), software_versions()
+    identity = checkpoint.manifest.identity
+    if previous and identity and identity.numerics == "bf16-stochastic":
+        previous.setdefault(ROUNDING, "1")  # which manifests did not record
     changes = [
         f"{name} {previous[name]} -> {current[name]}"
         for name in current

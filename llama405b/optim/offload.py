@@ -38,10 +38,10 @@ from llama405b.optim.optimizer import (
     ignore_update,
     init_moments,
     master_pairs,
-    stochastic_elements,
     trainable_parameters,
     update_group,
 )
+from llama405b.optim.rounding import stochastic_elements
 from llama405b.optim.updater import (
     BeforeUpdate,
     GroupParams,

@@ -1,99 +1,29 @@
-"""Optimizers: parameter groups, learning-rate schedule, FP32 master weights, and stochastic rounding to BF16.
+"""Optimizers: parameter groups, learning-rate schedule, and FP32 master weights.
 
 ``RULES`` and ``settings.choices`` are all that differs between optimizers.
 Master weights have the names and shards of the model, but no forward.
 
-Stochastic rounding goes up or down with probabilities that preserve the mean, so that updates below BF16's resolution are not lost. The
-random bits are a hash of the tensor's name, the element's index in the full tensor, and the step. An element is therefore rounded the
-same way on any number of ranks and after a resume. Knows parameters and step numbers; not files, flags or ranks.
+Knows parameters and step numbers; not files, flags or ranks.
 
 Shape suffix: C elements of a chunk.
 """
 
-import dataclasses
 import math
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llama405b.model.llama import strip_wrappers
 from llama405b.optim.adamw import update_adamw
 from llama405b.optim.lion import update_lion
 from llama405b.optim.muon import update_muon
+from llama405b.optim.rounding import LocalElements, update_with_rounding
 from llama405b.optim.updater import GroupParams, State, UpdateRule, local_tensor
 from llama405b.settings.choices import OPTIMIZERS, OptimizerName, is_layer_matrix
 from llama405b.settings.rules import ParameterGroup, find_group
-from llama405b.settings.schema import Numerics, Optimizer, Parallel
-
-DROPPED_BITS = 0xFFFF  # mantissa bits of FP32 that BF16 drops
-GOLDEN = -1640531527  # 2^32 over the golden ratio, as an int32
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LocalElements:
-    """The elements of a full tensor that this rank has: a range of rows and, of each row, a range of columns."""
-
-    key: int  # identifies the tensor: 32 bits of its name
-    row: int = 0
-    column: int = 0
-    width: int = 1  # elements in a row of the local shard
-    full_width: int = 1  # elements in a row of the full tensor
-
-    @classmethod
-    def from_parameter(cls, name: str, parameter: nn.Parameter) -> "LocalElements":
-        """Return the elements of a parameter that this rank has; ``name`` is its name in the checkpoint."""
-        shape, begin = tuple(parameter.shape), (0,) * parameter.dim()
-        local_shape = shape
-        if isinstance(parameter, DTensor):
-            local_shape, begin = compute_local_shape_and_global_offset(
-                shape, parameter.device_mesh, parameter.placements
-            )
-        column = begin[1] if len(shape) > 1 else 0
-        return cls(zlib.crc32(name.encode()), begin[0], column, math.prod(local_shape[1:]), math.prod(shape[1:]))
-
-    def global_indices(self, first: int, last: int, device: torch.device) -> Tensor:
-        """Return the indices in the full tensor of local elements ``first`` to ``last``, as int32 that may wrap around."""
-        local_C = torch.arange(first, last, device=device)
-        if self.width == self.full_width:
-            return local_C.add_(self.row * self.full_width).to(torch.int32)
-        rows_C = local_C.div(self.width, rounding_mode="floor").add_(self.row)
-        return (rows_C * self.full_width + local_C % self.width + self.column).to(torch.int32)
-
-
-class RoundingNoise:
-    """Random bits for one chunk of elements in one step: 16 bits for each of three tensors (weights and two moments)."""
-
-    def __init__(self, elements: LocalElements, first: int, last: int, step: Tensor) -> None:
-        """``step``: the step number as a tensor on the device of the elements, so that the host does not wait for it."""
-        seed_C = _hash_bits(elements.global_indices(first, last, step.device) ^ _to_int32(elements.key))
-        self.bits_C = _hash_bits(seed_C ^ _hash_bits(step.to(torch.int32)))
-
-    def round_(self, out_C: Tensor, fp32_C: Tensor) -> None:
-        """Round FP32 values stochastically to BF16; each call uses fresh bits."""
-        noisy_C = fp32_C.view(torch.int32) + (self.bits_C & DROPPED_BITS)
-        out_C.copy_((noisy_C & ~DROPPED_BITS).view(torch.float32))
-        self.bits_C = _hash_bits(self.bits_C + GOLDEN)
-
-
-def _hash_bits(x_C: Tensor) -> Tensor:
-    """Mix 32 bits (Wellons' lowbias32: shifts by 16, 15, 16 and two products)."""
-    # PyTorch shifts int32 arithmetically, so the masks clear the copies of the sign bit.
-    x_C = x_C ^ ((x_C >> 16) & 0xFFFF)
-    x_C = x_C * 0x7FEB352D
-    x_C = x_C ^ ((x_C >> 15) & 0x1FFFF)
-    x_C = x_C * _to_int32(0x846CA68B)
-    return x_C ^ ((x_C >> 16) & 0xFFFF)
-
-
-def _to_int32(number: int) -> int:
-    """Return the low 32 bits of a number as a signed int32."""
-    number &= 0xFFFFFFFF
-    return number - (1 << 32) if number >= 1 << 31 else number
+from llama405b.settings.schema import Optimizer, Parallel
 
 
 def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
@@ -253,11 +183,20 @@ def update_group(
         update_muon(parameters, states, gradients, params)
         return
     if elements_by_id:
-        for parameter, state, gradient in zip(parameters, states, gradients, strict=True):
-            if elements := elements_by_id.get(id(parameter)):
-                _update_with_rounding(local_tensor(parameter), state, gradient, params, elements)
-            else:
-                update_group([parameter], [state], [gradient], params)
+        triples = [*zip(parameters, states, gradients, strict=True)]
+        rounded = [triple for triple in triples if id(triple[0]) in elements_by_id]
+        for parameter, state, gradient in (triple for triple in triples if id(triple[0]) not in elements_by_id):
+            update_group([parameter], [state], [gradient], params)
+        if rounded:
+            update_with_rounding(
+                name,
+                [local_tensor(parameter) for parameter, _, _ in rounded],
+                [gradient for _, _, gradient in rounded],
+                [[local_tensor(state[moment]) for _, state, _ in rounded] for moment in OPTIMIZERS[name].moments],
+                [state["step"] for _, state, _ in rounded],
+                params,
+                [elements_by_id[id(parameter)] for parameter, _, _ in rounded],
+            )
         return
     weights = [local_tensor(parameter) for parameter in parameters]
     gradients = [gradient.to(weight.dtype) for gradient, weight in zip(gradients, weights, strict=True)]
@@ -275,28 +214,3 @@ def update_group(
             for stored_C, computed_C in zip(moments_C, wide_C, strict=True):
                 stored_C.copy_(computed_C)
         step += 1
-
-
-def _update_with_rounding(
-    weight: Tensor, state: State, gradient: Tensor, params: GroupParams, elements: LocalElements
-) -> None:
-    """Update one parameter in FP32, chunk by chunk; round its weight and moments stochastically."""
-    name = optimizer_name(params)
-    tensors = [weight, *(local_tensor(state[moment]) for moment in OPTIMIZERS[name].moments)]
-    begin = 0
-    for g_C, *chunk in zip(*(tensor.reshape(-1).split(CHUNK) for tensor in (gradient, *tensors)), strict=True):
-        w32_C, *moments32_C = (tensor.float() for tensor in chunk)
-        RULES[name]([w32_C], [g_C.float()], [[m32_C] for m32_C in moments32_C], [state["step"].clone()], params)
-        noise = RoundingNoise(elements, begin, begin + len(g_C), state["step"])
-        for out_C, fp32_C in zip(chunk, (w32_C, *moments32_C), strict=True):
-            noise.round_(out_C, fp32_C)
-        begin += len(g_C)
-    state["step"] += 1
-
-
-def stochastic_elements(master: nn.Module, numerics: Numerics) -> dict[int, LocalElements]:
-    """Return the elements to round stochastically, by ``id(parameter)``: BF16 parameters if ``numerics`` is bf16-stochastic."""
-    if numerics != "bf16-stochastic":
-        return {}
-    named_parameters = ((strip_wrappers(name), parameter) for name, parameter in master.named_parameters())
-    return {id(p): LocalElements.from_parameter(name, p) for name, p in named_parameters if p.dtype == torch.bfloat16}

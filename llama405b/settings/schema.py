@@ -419,7 +419,9 @@ class Parallel:
         "FP32 (16)",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: CUDA if there is a GPU")
-    numa: Literal["auto", "off"] = option("auto", "auto: each rank on its own cores of the NUMA node of its GPU, with memory of that node")
+    numa: Literal["auto", "off"] = option(
+        "auto", "auto: each rank on its own cores of the NUMA node of its GPU, with memory of that node"
+    )
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = option("FULL_SHARD", "fsdp1 only")
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = option("BACKWARD_PRE", "fsdp1 only")
     forward_prefetch: bool = option(False, "fsdp1 only")

@@ -70,6 +70,11 @@ def test_a_checkpoint_of_other_code_says_so():
     assert said(**now | {"llama405b": "0.2.0+0000", "torch": "2.1"}) == (
         f"c/step-00000002 was saved with other versions (torch 2.1 -> {now['torch']}, llama405b 0.2.0+0000 -> {code_version()})"
     )
+    rounded = start(torch=now["torch"])
+    rounded.manifest.identity = SimpleNamespace(numerics="bf16-stochastic")
+    assert describe_version_changes(rounded).endswith("(stochastic rounding 1 -> 2)")
+    rounded.manifest.versions["stochastic rounding"] = "2"
+    assert describe_version_changes(rounded) == ""
     lines, config = [], SimpleNamespace(checkpoint=SimpleNamespace(allow_changes=()))
     begin = SimpleNamespace(config=config, point=lambda _: SimpleNamespace(identity=None))
     Start.check(begin, start(torch="2.1"), SimpleNamespace(journal=SimpleNamespace(log=lines.append)))

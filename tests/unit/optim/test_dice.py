@@ -2,15 +2,26 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
-from llama405b.optim.optimizer import LocalElements, RoundingNoise
+from llama405b.optim import rounding
+from llama405b.optim.adamw import update_adamw
+from llama405b.optim.lion import update_lion
+from llama405b.optim.rounding import LocalElements, update_with_rounding
+
+PARAMS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def rounded(wide_C, elements=None, step=3, first=0):
-    elements = elements or LocalElements(77, full_width=len(wide_C), width=len(wide_C))
-    to_C = torch.empty(len(wide_C), dtype=torch.bfloat16)
-    RoundingNoise(elements, first, first + len(wide_C), torch.tensor(float(step))).round_(to_C, wide_C)
-    return to_C
+def rounded(wide, elements=None, step=3):
+    """FP32 values rounded as an update's weights are: by an update that does nothing else."""
+    elements = elements or LocalElements(77, full_width=wide.numel(), width=wide.numel())
+    to = torch.empty(wide.shape, dtype=torch.bfloat16)
+    constants = torch.zeros(1)
+    starts, key = rounding._seeds(elements, elements.rows(to).shape[0], to.device)
+    step_hash = rounding._hash_bits(torch.tensor(step, dtype=torch.int32))
+    values = elements.rows(wide)
+    rounding._update_chunk(lambda *_: [values], [elements.rows(to)], values, constants, starts, key, step_hash)
+    return to
 
 
 @pytest.mark.parametrize("value", [1.001, -3.1415, 1e-30, 6e4])
@@ -41,20 +52,71 @@ def test_neighbors_steps_and_tensors_are_rounded_apart():
         assert both == pytest.approx(up_C.float().mean().item() * other_C.float().mean().item(), abs=0.01)
 
 
-def test_each_call_uses_other_bits():
-    wide_C, dice = torch.full((1 << 16,), 1.001), RoundingNoise(LocalElements(1), 0, 1 << 16, torch.tensor(1.0))
-    found = [torch.empty(1 << 16, dtype=torch.bfloat16) for _ in range(3)]
-    for each in found:
-        dice.round_(each, wide_C)
-    assert not torch.equal(found[0], found[1])
-    assert not torch.equal(found[1], found[2])
+def test_weights_and_moments_are_rounded_apart():
+    wide, found = torch.full((1, 1 << 16), 1.001), [torch.empty(1, 1 << 16, dtype=torch.bfloat16) for _ in range(3)]
+    starts, key = rounding._seeds(LocalElements(1), 1, wide.device)
+    rounding._update_chunk(
+        lambda *_: [wide] * 3, found, wide, torch.zeros(1), starts, key, torch.tensor(1, dtype=torch.int32)
+    )
+    ups = [each > 1.0 for each in found]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        both = (ups[one] & ups[other]).float().mean().item()
+        assert both == pytest.approx(ups[one].float().mean().item() * ups[other].float().mean().item(), abs=0.01)
 
 
 def test_parts_of_a_tensor_are_rounded_as_the_whole():
     wide_RC = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
-    whole_RC = rounded(wide_RC.flatten(), LocalElements(5, full_width=10, width=10)).view(6, 10)
+    whole_RC = rounded(wide_RC, LocalElements(5, full_width=10, width=10))
     for rows, columns in ((slice(2, 5), slice(0, 10)), (slice(0, 6), slice(4, 7)), (slice(3, 6), slice(7, 10))):
-        own = wide_RC[rows, columns].reshape(-1)
+        own = wide_RC[rows, columns].contiguous()
         elements = LocalElements(5, rows.start, columns.start, columns.stop - columns.start, 10)
-        parts = torch.cat([rounded(own[at : at + 4], elements, first=at) for at in range(0, len(own), 4)])
-        assert torch.equal(parts, whole_RC[rows, columns].reshape(-1))
+        assert torch.equal(rounded(own, elements), whole_RC[rows, columns])
+
+
+def tensors_of(shape, seed=0, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    weight, gradient, first, second = (torch.randn(shape, generator=generator) for _ in range(4))
+    return [tensor.to(dtype) for tensor in (weight, gradient, 0.1 * first, second.square())]
+
+
+def update(name, tensors, elements, step=4.0):
+    """Update copies; returns weight and moments."""
+    weight, gradient, *moments = (tensor.clone() for tensor in tensors)
+    moments, steps = moments[: 2 - (name == "lion")], [torch.tensor(step)]
+    update_with_rounding(name, [weight], [gradient], [[moment] for moment in moments], steps, PARAMS, [elements])
+    assert steps[0] == step + 1
+    return [weight, *moments]
+
+
+@pytest.mark.parametrize("name", rounding.FORMULAS)
+def test_it_is_the_optimizer_s_update_rounded_to_a_neighbor(name):
+    tensors = tensors_of((300, 40))
+    wide = [tensor.float() for tensor in tensors]
+    weight, gradient, *moments = wide
+    if name == "adamw":
+        update_adamw([weight], [gradient], [[moment] for moment in moments], [torch.tensor(4.0)], PARAMS)
+    else:
+        moments = moments[:1]
+        update_lion([weight], [gradient], [moments], [torch.tensor(4.0)], PARAMS)
+    found = update(name, tensors, LocalElements(3, width=40, full_width=40))
+    for ours, exact in zip(found, [weight, *moments], strict=True):
+        ulp = torch.finfo(torch.bfloat16).eps * exact.abs()
+        assert ((ours.float() - exact).abs() <= ulp + 1e-30).all()
+        assert 0.4 < (ours.float() > exact).float().mean() < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", rounding.FORMULAS)
+def test_compiled_and_eager_updates_have_the_same_bits(name, monkeypatch):
+    counters.clear()
+    shapes = [(64, 96), (37, 96), (128, 33), (40, 128)]
+    cases = [(shape, LocalElements(9, row=5, column=column, width=shape[1], full_width=shape[1] + column))
+             for shape in shapes for column in (0, 7)]  # fmt: skip
+    found = []
+    for smallest in (1, 1 << 40):
+        monkeypatch.setattr(rounding, "MIN_COMPILED", smallest)
+        monkeypatch.setattr(rounding, "CPU_CHUNK", 500)
+        found.append([update(name, tensors_of(shape, seed), elements) for seed, (shape, elements) in enumerate(cases)])
+        assert counters["stats"]["unique_graphs"] == 1  # of all shapes
+    for compiled, eager in zip(*found, strict=True):
+        assert all(map(torch.equal, compiled, eager))
