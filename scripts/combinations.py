@@ -1,10 +1,11 @@
 """Train every pair of a run's features on real ranks in small, and write the table of refused pairs in docs/parallel.md.
 
-    .venv/bin/python scripts/combinations.py [--triples N] [--write]
+    .venv/bin/python scripts/combinations.py [--triples N] [--runs N] [--write]
 
 A pair is refused by the rules, or trains as plain FSDP does: losses, gradient norms and the change of each parameter (see
-tests/rigs/combinations.py for the bounds). ``--triples``: so many random combinations of three to five features, too. Takes half an
-hour. Exits with 1 if any differs or fails.
+tests/rigs/combinations.py for the bounds). ``--triples``: so many random combinations of three to five features, too. ``--runs``: instead,
+whole runs of so many such combinations: trained by the programs, resumed half-way on another mesh, exported, and held to each other.
+Takes half an hour. Exits with 1 if any differs or fails.
 """
 
 import argparse
@@ -28,8 +29,11 @@ def main() -> int:
     """Train all; return 1 if any fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triples", type=int, default=0, help="random larger combinations to train, too [0]")
+    parser.add_argument("--runs", type=int, default=0, help="whole runs of random combinations, instead [0]")
     parser.add_argument("--write", action="store_true", help="write the table")
     arguments = parser.parse_args()
+    if arguments.runs:
+        return whole_runs(arguments.runs)
     refusals = combinations.pair_refusals()
     chosen = [*((name,) for name in combinations.FEATURES), *(names for names, fault in refusals.items() if not fault)]
     chosen += combinations.draw(arguments.triples, random.Random(0))
@@ -41,6 +45,21 @@ def main() -> int:
         before, _, rest = text.partition(BEGIN)
         PAGE.write_text(before + BEGIN + combinations.refusal_table(refusals) + END + rest.partition(END)[2])
     return int(bool(faults))
+
+
+def whole_runs(count: int) -> int:
+    """Train, resume and export random combinations; return 1 if any fails."""
+    generator, failed = random.Random(1), 0
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        combinations.write_demo(root)
+        for number, names in enumerate(combinations.draw(count, generator)):
+            other = combinations.elsewhere(names, generator)
+            fault = combinations.run_fault(root, number, names, other)
+            failed += bool(fault)
+            print(f"{' + '.join(names)}, then {' + '.join(other)}: {fault or 'good'}", flush=True)
+    print(f"{count} runs, {failed} wrong")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from llama405b.model import llama
 from llama405b.model.attention import attention_candidates, attention_unsupported_reason, model_inputs
 from llama405b.model.llama import checkpoint_activations, compute_dtype
 from llama405b.optim.optimizer import build_optimizer, update_group
-from llama405b.optim.rounding import LocalElements
+from llama405b.optim.rounding import StochasticRounding
 from llama405b.optim.updater import norm_over_ranks, square_sums
 from llama405b.predict.run_shape import PredictedRun, StageSpec, UnitSizes
 from llama405b.settings.schema import Optimizer
@@ -153,7 +153,9 @@ def build_update(
     moments = {name: torch.zeros_like(gradient) for name in ("exp_avg", "exp_avg_sq")}
     state = {"step": torch.zeros((), device=device)} | moments
     params = {"lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
-    rounding = {id(weight): LocalElements(7, width=ROW, full_width=ROW)} if stochastic else None
+    rounding = None
+    if stochastic:
+        rounding = StochasticRounding.from_master(nn.ParameterDict({"weight": weight}), "bf16-stochastic", "adamw")
     return torch.no_grad()(lambda: update_group([weight], [state], [gradient], params, rounding))
 
 

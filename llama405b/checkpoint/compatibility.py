@@ -132,18 +132,24 @@ ROUNDING = (
 )
 
 
+def rounding_version(numerics: str) -> dict[str, str]:
+    """Return the version of the rule of rounding, if these numerics round stochastically."""
+    return {ROUNDING: "2"} if numerics == "bf16-stochastic" else {}
+
+
 def software_versions() -> dict[str, str]:
     """Return the versions of the software that computes a step, including this code."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    return packages | {"llama405b": code_version(), ROUNDING: "2"}
+    return packages | {"llama405b": code_version()}
 
 
 def describe_version_changes(checkpoint: CheckpointView) -> str:
     """Return a log line about versions that differ from a checkpoint's; '' if none do or none are recorded."""
     previous, current = dict(checkpoint.manifest.versions), software_versions()
     identity = checkpoint.manifest.identity
-    if previous and identity and identity.numerics == "bf16-stochastic":
+    if previous and identity and (rounding := rounding_version(identity.numerics)):
         previous.setdefault(ROUNDING, "1")  # which manifests did not record
+        current |= rounding
     changes = [
         f"{name} {previous[name]} -> {current[name]}"
         for name in current

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b import extend
-from llama405b.checkpoint.compatibility import software_versions
+from llama405b.checkpoint.compatibility import rounding_version, software_versions
 from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging, lower_thread_priority
 from llama405b.checkpoint.index import FileKind, Holdings, Part, plan_index
 from llama405b.checkpoint.replication import AfterSave, Replication
@@ -393,7 +393,7 @@ class CheckpointSaver:
             identity=identity,
             sequences=progress.sequences,
             evaluation_loss=progress.evaluation_loss,
-            versions=self.versions,
+            versions=self.versions | rounding_version(identity.numerics),
         )
 
 

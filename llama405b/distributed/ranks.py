@@ -243,12 +243,13 @@ def describe_memory_nodes(rank: Rank, numa_maps: Path = Path("/proc/self/numa_ma
     sizes, node = dict[int, int](), -1
     with contextlib.suppress(OSError):
         node = numa_node(bus_id(rank.device.index or 0)) if rank.on_gpu else -1
-        sizes = host_memory.bytes_by_numa_node(numa_maps.read_text(encoding="ascii"))
+        sizes = host_memory.bytes_by_numa_node(numa_maps.read_text(encoding="utf-8", errors="replace"))
     total = sum(sizes.values())
-    far_share = 1 - sizes.get(node, 0) / total if node >= 0 and total else 0.0
-    found = collectives.all_gather_objects((far_share, total, len(sizes)))
+    is_known = node >= 0 and total > 0
+    far_share = 1 - sizes.get(node, 0) / total if is_known else 0.0
+    found = collectives.all_gather_objects((far_share, total, is_known and len(sizes) > 1))
     worst, (far_share, total, _) = max(enumerate(found), key=lambda item: item[1][0])
-    if max(n_nodes for *_, n_nodes in found) < 2 and not far_share:
+    if not any(has_choice for *_, has_choice in found):
         return ""
     if far_share <= MAX_FAR_SHARE:
         return f"memory: at least {100 * (1 - far_share):.0f}% of each rank's is on the NUMA node of its GPU"

@@ -106,11 +106,14 @@ AttentionInterface.register(VARLEN, attend_varlen)
 AttentionMaskInterface.register(VARLEN, lambda *_, **__: None)  # it takes no mask
 
 
-def model_inputs(batch: Batch, attention: str, *, is_split: bool = False, is_compiled: bool = False) -> dict[str, Any]:
+def model_inputs(
+    batch: Batch, attention: str, *, is_split: bool = False, is_compiled: bool = False, isolated: bool = False
+) -> dict[str, Any]:
     """Return the model's forward arguments for a batch; ``attention``: the implementation.
 
     ``is_split``: a rank holds a part of the sequence, from which transformers would derive wrong positions and a wrong mask.
     ``is_compiled``: decoder layers are; they get the same arguments for every batch, as other ones would need another graph.
+    ``isolated``: documents that share a sequence are kept apart, of which a batch may have none.
     """
     inputs: dict[str, Any] = {"input_ids": batch.ids_BS}
     positions_BS = batch.positions_BS
@@ -118,17 +121,14 @@ def model_inputs(batch: Batch, attention: str, *, is_split: bool = False, is_com
         positions_BS = torch.arange(batch.ids_BS.shape[1], device=batch.ids_BS.device).expand_as(batch.ids_BS)
     if positions_BS is not None:
         inputs["position_ids"] = positions_BS
+    needs_mask = batch.positions_BS is not None or attention == "eager" or (is_compiled and isolated)
     if attention in KERNELS:
         ends, max_length = batch.document_ends.ends, batch.document_ends.max_length
         if is_compiled:
             mark_dynamic(ends, 0)
             max_length = batch.ids_BS.shape[1]  # a constant; no document is longer
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max_length, "max_length_k": max_length}
-    elif (
-        (is_split or is_compiled)
-        and positions_BS is not None
-        and (batch.positions_BS is not None or attention == "eager")
-    ):
+    elif (is_split or is_compiled) and positions_BS is not None and needs_mask:
         mask_B1ST = document_mask(positions_BS)
         inputs["attention_mask"] = mask_B1ST if attention == "sdpa" else _additive_mask(mask_B1ST)
     return inputs

@@ -15,10 +15,11 @@ from llama405b.optim.optimizer import (
     ignore_update,
     init_moments,
     master_pairs,
+    optimizer_name,
     trainable_parameters,
     update_group,
 )
-from llama405b.optim.rounding import stochastic_elements
+from llama405b.optim.rounding import StochasticRounding
 from llama405b.optim.updater import (
     BeforeUpdate,
     Updater,
@@ -55,7 +56,7 @@ class OnDeviceUpdate:
         self.reuses_gradients = reuses_gradients
         self.before_update: BeforeUpdate = ignore_update
         self.masters = list(master_pairs(model, master))
-        self.elements_by_id = stochastic_elements(master, numerics)
+        self.rounding = StochasticRounding.from_master(master, numerics, optimizer_name(optimizer.param_groups[0]))
         self.trainable = list(trainable_parameters(master).values())
         for parameter in self.trainable if has_moments else ():
             init_moments(optimizer, parameter, parameter.dtype)
@@ -92,7 +93,7 @@ class OnDeviceUpdate:
             parameters = [p for p in group["params"] if p.grad is not None]
             gradients = [local_tensor(parameter.grad) for parameter in parameters]
             states = [self.optimizer.state[parameter] for parameter in parameters]
-            update_group(parameters, states, gradients, params, self.elements_by_id)
+            update_group(parameters, states, gradients, params, self.rounding)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.reuses_gradients)

@@ -38,10 +38,11 @@ from llama405b.optim.optimizer import (
     ignore_update,
     init_moments,
     master_pairs,
+    optimizer_name,
     trainable_parameters,
     update_group,
 )
-from llama405b.optim.rounding import stochastic_elements
+from llama405b.optim.rounding import StochasticRounding
 from llama405b.optim.updater import (
     BeforeUpdate,
     GroupParams,
@@ -147,7 +148,7 @@ class HostUpdater:
         self.optimizer = optimizer
         self.on_long_wait = on_long_wait
         self.overlap = overlap
-        self.elements_by_id = stochastic_elements(master, numerics)
+        self.rounding = StochasticRounding.from_master(master, numerics, optimizer_name(optimizer.param_groups[0]))
         self.factor = 1.0
         self.total_work, self.reported_work = UpdateWork(), UpdateWork()
         self.before_update: BeforeUpdate = ignore_update
@@ -325,7 +326,7 @@ class HostUpdater:
                 [self.optimizer.state[p] for p in parameters],
                 gradients,
                 params.group_params[group],
-                self.elements_by_id,
+                self.rounding,
             )
             written_tensors, is_scaled = [tensor for tensor in tensors if tensor.dim()], params.factor != 1.0
             self.total_work.update_bytes += 2 * _n_bytes([written_tensors]) + (1 + 2 * is_scaled) * _n_bytes(

@@ -1,6 +1,6 @@
 """Optimizers: parameter groups, learning-rate schedule, and FP32 master weights.
 
-``RULES`` and ``settings.choices`` are all that differs between optimizers.
+``RULES``, ``rounding.FORMULAS`` and ``settings.choices`` are all that differs between optimizers.
 Master weights have the names and shards of the model, but no forward.
 
 Knows parameters and step numbers; not files, flags or ranks.
@@ -19,7 +19,7 @@ from llama405b.model.llama import strip_wrappers
 from llama405b.optim.adamw import update_adamw
 from llama405b.optim.lion import update_lion
 from llama405b.optim.muon import update_muon
-from llama405b.optim.rounding import LocalElements, update_with_rounding
+from llama405b.optim.rounding import StochasticRounding
 from llama405b.optim.updater import GroupParams, State, UpdateRule, local_tensor
 from llama405b.settings.choices import OPTIMIZERS, OptimizerName, is_layer_matrix
 from llama405b.settings.rules import ParameterGroup, find_group
@@ -168,13 +168,13 @@ def update_group(
     states: Sequence[State],
     gradients: Sequence[Tensor],
     params: GroupParams,
-    elements_by_id: Mapping[int, LocalElements] | None = None,
+    rounding: StochasticRounding | None = None,
 ) -> None:
     """Update the local tensors of parameters of one group, bypassing DTensor's dispatch.
 
     Gradients are converted to the dtype of the weights. Moments of another dtype than the weights are converted to FP32 and back, chunk
     by chunk, as a fused kernel takes a single dtype.
-    ``elements_by_id``: the elements, by ``id(parameter)``, of parameters to round stochastically; these also pass through FP32.
+    ``rounding``: updates the parameters that are rounded stochastically.
     """
     name = optimizer_name(params)
     if not parameters:
@@ -182,20 +182,17 @@ def update_group(
     if name not in RULES:
         update_muon(parameters, states, gradients, params)
         return
-    if elements_by_id:
+    if rounding:
         triples = [*zip(parameters, states, gradients, strict=True)]
-        rounded = [triple for triple in triples if id(triple[0]) in elements_by_id]
-        for parameter, state, gradient in (triple for triple in triples if id(triple[0]) not in elements_by_id):
+        rounded = [triple for triple in triples if id(triple[0]) in rounding.elements]
+        for parameter, state, gradient in (triple for triple in triples if id(triple[0]) not in rounding.elements):
             update_group([parameter], [state], [gradient], params)
         if rounded:
-            update_with_rounding(
-                name,
-                [local_tensor(parameter) for parameter, _, _ in rounded],
-                [gradient for _, _, gradient in rounded],
-                [[local_tensor(state[moment]) for _, state, _ in rounded] for moment in OPTIMIZERS[name].moments],
-                [state["step"] for _, state, _ in rounded],
+            rounding.update(
+                [parameter for parameter, _, _ in rounded],
+                [state for _, state, _ in rounded],
+                [g for _, _, g in rounded],
                 params,
-                [elements_by_id[id(parameter)] for parameter, _, _ in rounded],
             )
         return
     weights = [local_tensor(parameter) for parameter in parameters]

@@ -3,7 +3,7 @@
 Stochastic rounding goes up or down with probabilities that preserve the mean, so that updates below BF16's resolution are not lost. The
 random bits are a hash of the tensor's name, the element's index in the full tensor, and the step. An element is therefore rounded the
 same way on any number of ranks and after a resume. Each operation of an update rounds once and none is fused with another, so compiled
-and eager updates have the same bits on CPUs.
+and eager updates have the same bits on CPUs; on a GPU, Triton may fuse them.
 
 Shape suffixes: R rows of a rank's shard, W elements in each.
 """
@@ -12,22 +12,27 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from llama405b.distributed import collectives
 from llama405b.model.llama import compile_unsupported_reason, strip_wrappers
-from llama405b.optim.updater import GroupParams
-from llama405b.settings.choices import OptimizerName
+from llama405b.optim.updater import GroupParams, State, local_tensor
+from llama405b.settings.choices import OPTIMIZERS, OptimizerName
 from llama405b.settings.schema import Numerics
 
 DROPPED_BITS = 0xFFFF  # mantissa bits of FP32 that BF16 drops
 GOLDEN = -1640531527  # 2^32 over the golden ratio, as an int32
-MIN_COMPILED = 1 << 20  # elements of a tensor, below which compiling takes longer than it saves
-CPU_CHUNK, GPU_CHUNK = 1 << 16, 1 << 22  # elements of an eager update at a time: on CPUs what caches hold
+MIN_COMPILED = 1 << 24  # parameters of a model, below which compiling takes longer than it saves
+EAGER_CPU_CHUNK, EAGER_GPU_CHUNK = (
+    1 << 16,
+    1 << 22,
+)  # elements at a time where nothing is compiled: on CPUs what caches hold
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,55 +61,97 @@ class LocalElements:
         """Return a shard as (R, W); a vector is one row."""
         return tensor.reshape(1, -1) if self.width == self.full_width == 1 else tensor.reshape(-1, self.width)
 
-
-@functools.cache
-def _seeds(elements: LocalElements, n_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index in the full tensor of each row's first element, (R, 1), as int32 that may wrap around; and the tensor's key."""
-    rows_R = torch.arange(elements.row, elements.row + n_rows, device=device)
-    starts_R = (rows_R * elements.full_width + elements.column).to(torch.int32)
-    return starts_R[:, None], torch.full((), _to_int32(elements.key), dtype=torch.int32, device=device)
+    def seeds(self, n_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the index in the full tensor of each row's first element, (R, 1), as int32 that may wrap around; and the key."""
+        rows_R = torch.arange(self.row, self.row + n_rows, device=device)
+        starts_R = (rows_R * self.full_width + self.column).to(torch.int32)
+        return starts_R[:, None], torch.full((), _to_int32(self.key), dtype=torch.int32, device=device)
 
 
-def update_with_rounding(
-    name: OptimizerName,
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    moments: Sequence[Sequence[Tensor]],
-    steps: Sequence[Tensor],
-    params: GroupParams,
-    elements: Sequence[LocalElements],
-) -> None:
-    """Update tensors in place in FP32, round weights and moments, and count the steps, which are alike; see ``UpdateRule``."""
-    formula, make_constants = FORMULAS[name]
-    constants = make_constants(params, steps[0]).float()
-    step_hash = _hash_bits(steps[0].to(torch.int32))
-    for own, gradient, *tensors in zip(elements, gradients, weights, *moments, strict=True):
-        if not gradient.numel():
-            continue
-        gradient_RW, *tensors_RW = (own.rows(tensor) for tensor in (gradient, *tensors))
-        n_rows, width = gradient_RW.shape
-        starts_R1, key = _seeds(own, n_rows, gradient.device)
-        if (
-            gradient.numel() >= MIN_COMPILED
-            and min(n_rows, width) > 1
-            and (compiled := _compiled(name, gradient.device))
-        ):
-            compiled(tensors_RW, gradient_RW, constants, starts_R1, key, step_hash)
-            continue
-        n_chunk = max(1, (GPU_CHUNK if gradient.is_cuda else CPU_CHUNK) // width)
-        for chunks in zip(
-            starts_R1.split(n_chunk), gradient_RW.split(n_chunk), *(t.split(n_chunk) for t in tensors_RW), strict=True
-        ):
-            _update_chunk(formula, chunks[2:], chunks[1], constants, chunks[0], key, step_hash)
-    torch._foreach_add_(list(steps), 1)
+@dataclasses.dataclass(frozen=True, slots=True)
+class StochasticRounding:
+    """Updates the BF16 parameters of a model in FP32, and rounds weights and moments stochastically."""
+
+    name: OptimizerName
+    elements: Mapping[int, LocalElements]  # by ``id(parameter)``
+    kernel: (
+        Callable[..., None] | None
+    )  # the compiled ``_update_chunk``; None: nothing can be compiled, or the model is small
+    seeds: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)  # by ``id(parameter)``
+
+    @classmethod
+    def from_master(cls, master: nn.Module, numerics: Numerics, name: OptimizerName) -> "StochasticRounding | None":
+        """Build the update of a master, alike on all ranks; None unless ``numerics`` is bf16-stochastic."""
+        if numerics != "bf16-stochastic":
+            return None
+        parameters = {
+            strip_wrappers(key): p
+            for key, p in master.named_parameters()
+            if p.dtype == torch.bfloat16 and p.requires_grad
+        }
+        elements = {id(p): LocalElements.from_parameter(key, p) for key, p in parameters.items()}
+        kernel = None
+        if sum(parameter.numel() for parameter in parameters.values()) >= MIN_COMPILED:
+            kernel = _compile(name, local_tensor(next(iter(parameters.values()))).device)
+            works = [kernel is not None]
+            if not all(collectives.all_gather_objects(works[0]) if dist.is_initialized() else works):
+                kernel = None
+        return cls(name, elements, kernel)
+
+    def update(
+        self,
+        parameters: Sequence[nn.Parameter],
+        states: Sequence[State],
+        gradients: Sequence[Tensor],
+        params: GroupParams,
+    ) -> None:
+        """Update parameters of ``elements``, whose step counts are alike."""
+        formula, make_constants = FORMULAS[self.name]
+        steps = [state["step"] for state in states]
+        constants, step_hash = make_constants(params, steps[0]).float(), _hash_bits(steps[0].to(torch.int32))
+        for parameter, state, gradient in zip(parameters, states, gradients, strict=True):
+            if not gradient.numel():
+                continue
+            own = self.elements[id(parameter)]
+            tensors = (local_tensor(parameter), *(local_tensor(state[name]) for name in OPTIMIZERS[self.name].moments))
+            gradient_RW, *tensors_RW = map(own.rows, (gradient, *tensors))
+            n_rows, width = gradient_RW.shape
+            if id(parameter) not in self.seeds:
+                self.seeds[id(parameter)] = own.seeds(n_rows, gradient.device)
+            starts_R1, key = self.seeds[id(parameter)]
+            if self.kernel and min(n_rows, width) > 1:  # torch compiles anew for dimensions of 1
+                self.kernel(tensors_RW, gradient_RW, constants, starts_R1, key, step_hash)
+                continue
+            n_chunk = max(1, (EAGER_GPU_CHUNK if gradient.is_cuda else EAGER_CPU_CHUNK) // width)
+            chunks = (tensor.split(n_chunk) for tensor in (starts_R1, gradient_RW, *tensors_RW))
+            for starts, gradient_chunk, *tensor_chunks in zip(*chunks, strict=True):
+                _update_chunk(formula, tensor_chunks, gradient_chunk, constants, starts, key, step_hash)
+        torch._foreach_add_(steps, 1)
 
 
-@functools.cache
-def _compiled(name: OptimizerName, device: torch.device) -> Callable[..., None] | None:
-    """Return the compiled update; None where nothing can be compiled."""
+def _compile(name: OptimizerName, device: torch.device) -> Callable[..., None] | None:
+    """Compile an update, and try it; None if that fails. In the main thread: updates may run in another one, beside a forward."""
     if compile_unsupported_reason(device):
         return None
-    return torch.compile(functools.partial(_update_chunk, FORMULAS[name][0]), fullgraph=True, dynamic=True)
+    formula, make_constants = FORMULAS[name]
+    kernel = torch.compile(functools.partial(_update_chunk, formula), fullgraph=True, dynamic=True)
+    step = torch.zeros((), device=device)
+    tensors = [torch.zeros(4, 8, dtype=torch.bfloat16, device=device) for _ in range(2 + len(OPTIMIZERS[name].moments))]
+    params = {"lr": 0.0, "betas": (0.9, 0.9), "eps": 1.0, "weight_decay": 0.0}
+    starts_R1, key = LocalElements(0, width=8, full_width=8).seeds(4, device)
+    try:
+        with torch.no_grad():
+            kernel(
+                tensors[1:],
+                tensors[0],
+                make_constants(params, step).float(),
+                starts_R1,
+                key,
+                _hash_bits(step.to(torch.int32)),
+            )
+    except Exception:  # noqa: BLE001 - a compiler may raise any exception
+        return None
+    return kernel
 
 
 def _update_chunk(
@@ -186,11 +233,3 @@ FORMULAS: dict[OptimizerName, tuple[Formula, Callable[[GroupParams, Tensor], Ten
     "adamw": (_adamw, _adamw_constants),
     "lion": (_lion, _lion_constants),
 }
-
-
-def stochastic_elements(master: nn.Module, numerics: Numerics) -> dict[int, LocalElements]:
-    """Return the elements to round stochastically, by ``id(parameter)``: BF16 parameters if ``numerics`` is bf16-stochastic."""
-    if numerics != "bf16-stochastic":
-        return {}
-    named_parameters = ((strip_wrappers(name), parameter) for name, parameter in master.named_parameters())
-    return {id(p): LocalElements.from_parameter(name, p) for name, p in named_parameters if p.dtype == torch.bfloat16}

@@ -4,6 +4,7 @@ Raises of all functions but the last: AttributeError, if this version of torch l
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -86,7 +87,7 @@ def compute_dtype(module: nn.Module) -> torch.dtype:
     return fully_shard.state(module)._mp_policy.param_dtype or next(module.parameters()).dtype
 
 
-def local_tensor(parameter: DTensor) -> Tensor:
+def differentiable_shard(parameter: DTensor) -> Tensor:
     """Return the local shard of a gathered parameter of a one-dimensional mesh, as ``DTensor.to_local`` does, at a third of its cost.
 
     If all ranks have all of the parameter, its gradient is a sum over them, which FSDP computes.
@@ -94,18 +95,18 @@ def local_tensor(parameter: DTensor) -> Tensor:
     is_replicated = parameter.placements[0].is_replicate()
     if torch.compiler.is_compiling():
         return parameter.to_local(grad_placements=[Partial()] if is_replicated else None)
-    shard: Tensor = _LocalTensor.apply(parameter, is_replicated)
+    shard: Tensor = _DifferentiableShard.apply(parameter, is_replicated)
     return shard
 
 
-class _LocalTensor(torch.autograd.Function):
-    """See ``local_tensor``."""
+class _DifferentiableShard(torch.autograd.Function):
+    """See ``differentiable_shard``."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, is_replicated: bool) -> Tensor:
         """Return the local tensor."""
         spec = parameter._spec
-        ctx.spec = DTensorSpec(spec.mesh, (Partial(),), spec.tensor_meta) if is_replicated else spec
+        ctx.spec = DTensorSpec(spec.mesh, (Partial(),), spec.tensor_meta) if is_replicated else copy.copy(spec)
         return parameter._local_tensor.view_as(parameter._local_tensor)
 
     @staticmethod

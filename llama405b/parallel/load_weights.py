@@ -125,6 +125,9 @@ def _fill(filler: "_Filler", names: Iterable[str], mode: str, on_progress: OnByt
     fill = filler.read_local
     if mode == "rank0":
         fill = filler.send if filler.rank.is_rank0 else filler.receive
+    filler.files.reads_alone = mode == "rank0"
+    if mode == "local" and filler.rank.axes.dp_replicate > 1:  # a replica reads the same rows
+        filler.files.drops_cache = False
     units, layout = _group_by_unit(names), filler.files.layout
     sizes = [sum(layout[name].n_bytes for name in unit) for unit in units]
     for _, done_bytes in zip(fill(units), itertools.accumulate(sizes), strict=True):
@@ -201,9 +204,9 @@ class _MappedWeights:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.mapped: dict[Path, mmap.mmap] = {}
-        n_bytes = sum(info.stored_bytes for info in layout.values())
-        self.drops_cache = n_bytes > MIN_CACHED_SHARE * total_bytes()
-        self.ranges: list[tuple[Path, int, int]] = []  # of files, that were read since the last call of ``drop_read``
+        self.drops_cache = sum(info.stored_bytes for info in layout.values()) > MIN_CACHED_SHARE * total_bytes()
+        self.reads_alone = True  # no other process of this host reads these files
+        self.ranges: set[tuple[Path, int, int]] = set()  # of files, that were read since the last call of ``drop_read``
 
     def read(self, name: str, box: TensorSlice) -> Tensor:
         """Return a slice of a tensor, read-only, in the file's dtype."""
@@ -219,8 +222,8 @@ class _MappedWeights:
         _, *widths = [last - first for first, last in piece.box]
         row = math.prod(widths)
         n_elements, begin = (stop - start) * row, piece.offset + start * row * DTYPE_BYTES[info.dtype]
-        if self.drops_cache and columns == [(0, width) for width in widths]:  # else other ranks read the same rows
-            self.ranges.append((info.file, begin, n_elements * DTYPE_BYTES[info.dtype]))
+        if self.drops_cache and (self.reads_alone or columns == [(0, width) for width in widths]):
+            self.ranges.add((info.file, begin, n_elements * DTYPE_BYTES[info.dtype]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the buffer is read-only
             flat = torch.frombuffer(self.mapped[info.file], dtype=DTYPES[info.dtype], count=n_elements, offset=begin)

@@ -71,6 +71,7 @@ class BatchSlice:
     rank: int
     attention: str  # name of the attention function
     is_compiled: bool = False  # decoder layers are
+    isolated: bool = False  # documents that share a sequence are kept apart
 
     @property
     def adds_loss(self) -> bool:
@@ -95,7 +96,9 @@ class BatchSlice:
 
     def inputs(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         """Return this rank's slice of a batch, and the model's arguments for it."""
-        arguments = model_inputs(batch, self.attention, is_split=self.is_split, is_compiled=self.is_compiled)
+        arguments = model_inputs(
+            batch, self.attention, is_split=self.is_split, is_compiled=self.is_compiled, isolated=self.isolated
+        )
         arguments |= {
             name: self._cp_slice(arguments[name]) for name in ("input_ids", "position_ids") if name in arguments
         }
@@ -337,14 +340,19 @@ def check_user_loss(config: Config, axes: Axes) -> None:
         raise UserError("--extend: Loss sees documents, which data.documents split cuts anywhere; use auto or whole")
 
 
-def build_forward_backward(parallel: Parallel, model: nn.Module, rank: Rank, settings: Model) -> ForwardBackward:
-    """Build the forward and backward of a model that is split over the ranks; ``settings``: how it computes."""
+def build_forward_backward(
+    parallel: Parallel, model: nn.Module, rank: Rank, settings: Model, *, isolated: bool = False
+) -> ForwardBackward:
+    """Build the forward and backward of a model that is split over the ranks.
+
+    ``settings``: how it computes; ``isolated``: documents that share a sequence are kept apart.
+    """
     user_loss = UserLoss(extend.current()) if extend.current().has_loss else None
     grad_divisor, loss = rank.dp.size * rank.axes.cp, build_loss(settings.loss, model.lm_head, user_loss)
     if parallel.is_fsdp1:
         return MicrobatchLoop(model, grad_divisor, loss=loss)
     attention = base_attention_name(model.config._attn_implementation)
-    batch_slice = BatchSlice(rank.axes, rank.index, attention, settings.compile)
+    batch_slice = BatchSlice(rank.axes, rank.index, attention, settings.compile, isolated)
     sync = GradientSync(model, parallel.strategy_spec, rank.axes.dp_replicate)
     if isinstance(model, PipelineStages):
         return Pipeline(model, rank.axes, rank.index, parallel.pp_schedule, grad_divisor, sync, batch_slice, loss)

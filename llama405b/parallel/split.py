@@ -26,13 +26,13 @@ from llama405b.distributed.ranks import Rank
 from llama405b.model.head import VocabPart
 from llama405b.model.llama import family_of, is_decoder_layer, rotary_embeddings, tie_head
 from llama405b.parallel.fsdp import make_device_mesh, shard_model
-from llama405b.parallel.fsdp_internals import compute_dtype, local_tensor
+from llama405b.parallel.fsdp_internals import compute_dtype, differentiable_shard
 from llama405b.settings.axes import AXIS_NAMES, Axes
 from llama405b.settings.schema import Parallel
 from llama405b.spec.tensors import ShardLayout, tp_dimension
 
 
-class TpRanks(NamedTuple):
+class TpGroup(NamedTuple):
     """A tensor-parallel group, by its name: a compiled layer holds numbers and names as constants."""
 
     size: int
@@ -58,7 +58,7 @@ def compute_on_shards(model: nn.Module, mesh: DeviceMesh) -> None:
     To all that names parameters (FSDP, the optimizer, checkpoints) they stay DTensors. The sequence is gathered before attention, the
     MLP and the head, and scattered after attention and the MLP.
     """
-    tp = TpRanks(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
+    tp = TpGroup(mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name)
     for module in list(model.modules()):
         if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             _use_shards(module, tp)
@@ -80,7 +80,7 @@ def _n_local_rows(module: nn.Module) -> int:
     return int(weight.to_local().shape[0])
 
 
-def _use_shards(module: nn.Module, tp: TpRanks) -> None:
+def _use_shards(module: nn.Module, tp: TpGroup) -> None:
     """Give a module a class that computes with the local shards of its parameters."""
     placements = {name: parameter.placements[-1] for name, parameter in module.named_parameters(recurse=False)}
     bases: tuple[type, ...] = (type(module),)
@@ -111,7 +111,7 @@ def _local_parameter(name: str, module: nn.Module) -> Tensor | None:
     """Return what a module computes with; of a parameter that FSDP has sharded, too, what FSDP itself asks for by name."""
     parameter = module._parameters[name]
     is_gathered = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
-    return local_tensor(parameter) if is_gathered else parameter
+    return differentiable_shard(parameter) if is_gathered else parameter
 
 
 def _no_bias(module: nn.Module) -> Tensor | None:
@@ -122,7 +122,7 @@ def _no_bias(module: nn.Module) -> Tensor | None:
 class _VocabParallelEmbedding(nn.Embedding):
     """An embedding of which each rank has some rows; returns this rank's part of the sequence."""
 
-    tp: TpRanks
+    tp: TpGroup
     n_rows: int
 
     def forward(self, ids_BS: Tensor) -> Tensor:
@@ -136,42 +136,42 @@ class _VocabParallelEmbedding(nn.Embedding):
 class _SplitNorm(nn.Module):
     """An RMSNorm over features of which each rank has some, as OLMo 2 has them for the queries and keys of all heads."""
 
-    tp: TpRanks
+    tp: TpGroup
     weight: Tensor
     variance_epsilon: float
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize by the mean square over all ranks' features."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(torch.float32)  # as transformers does
         sums: Tensor = _SumOverRanks.apply(wide.pow(2).sum(-1, keepdim=True), self.tp)
         wide = wide * torch.rsqrt(sums / (self.tp.size * x.size(-1)) + self.variance_epsilon)
         return (self.weight * wide).to(x.dtype)
 
 
 def _gather_hidden_states(
-    tp: TpRanks, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    tp: TpGroup, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return arguments, keywords | {"hidden_states": gather_sequence(keywords["hidden_states"], tp)}
 
 
-def _gather_input(tp: TpRanks, _: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+def _gather_input(tp: TpGroup, _: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
     return (gather_sequence(arguments[0], tp),)
 
 
-def _scatter_output(tp: TpRanks, last: nn.Module, _: nn.Module, __: Any, output_BSh: Tensor) -> Tensor:
+def _scatter_output(tp: TpGroup, last: nn.Module, _: nn.Module, __: Any, output_BSh: Tensor) -> Tensor:
     """Scatter what a block's last matrix computes, and add its bias."""
     output_Bsh = scatter_sequence(output_BSh, tp)
     bias = getattr(last, "later_bias", None)
     return output_Bsh if bias is None else output_Bsh + bias
 
 
-def gather_sequence(x_Bsh: Tensor, tp: TpRanks) -> Tensor:
+def gather_sequence(x_Bsh: Tensor, tp: TpGroup) -> Tensor:
     """Return whole sequences, (B, S, h), of which each rank has a part. The backward sums gradients over the ranks."""
     result: Tensor = _Gather.apply(x_Bsh, tp)
     return result
 
 
-def scatter_sequence(x_BSh: Tensor, tp: TpRanks) -> Tensor:
+def scatter_sequence(x_BSh: Tensor, tp: TpGroup) -> Tensor:
     """Return this rank's part of the sequences' sum over the ranks, (B, s, h)."""
     result: Tensor = _Scatter.apply(x_BSh, tp)
     return result
@@ -181,7 +181,7 @@ class _Gather(torch.autograd.Function):
     """All-gather along the sequence, whose backward is the reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, x_Bsh: Tensor, tp: TpRanks) -> Tensor:
+    def forward(ctx: Any, x_Bsh: Tensor, tp: TpGroup) -> Tensor:
         """See ``gather_sequence``."""
         ctx.tp = tp
         return _all_gather(x_Bsh, tp)
@@ -196,7 +196,7 @@ class _Scatter(torch.autograd.Function):
     """Reduce-scatter along the sequence, whose backward is the all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSh: Tensor, tp: TpRanks) -> Tensor:
+    def forward(ctx: Any, x_BSh: Tensor, tp: TpGroup) -> Tensor:
         """See ``scatter_sequence``."""
         ctx.tp = tp
         return _reduce_scatter(x_BSh, tp)
@@ -211,7 +211,7 @@ class _SumOverRanks(torch.autograd.Function):
     """All-reduce, and so is its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TpRanks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: TpGroup) -> Tensor:
         """Return the sum over the ranks."""
         ctx.tp = tp
         return C10D.wait_tensor(C10D.all_reduce(x, "sum", tp.group_name))
@@ -225,12 +225,12 @@ class _SumOverRanks(torch.autograd.Function):
 C10D = torch.ops._c10d_functional  # what torch.compile makes of collectives
 
 
-def _all_gather(x_Bsh: Tensor, tp: TpRanks) -> Tensor:
+def _all_gather(x_Bsh: Tensor, tp: TpGroup) -> Tensor:
     parts = C10D.wait_tensor(C10D.all_gather_into_tensor(x_Bsh.contiguous(), tp.size, tp.group_name))
     return parts.unflatten(0, (tp.size, -1)).transpose(0, 1).flatten(1, 2)  # a view if there is one sequence
 
 
-def _reduce_scatter(x_BSh: Tensor, tp: TpRanks) -> Tensor:
+def _reduce_scatter(x_BSh: Tensor, tp: TpGroup) -> Tensor:
     parts = x_BSh.unflatten(1, (tp.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
     return C10D.wait_tensor(C10D.reduce_scatter_tensor(parts, "sum", tp.size, tp.group_name))
 

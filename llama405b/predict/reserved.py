@@ -466,8 +466,10 @@ def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
         sections |= table["tied"]
     elif not run.fsdp_embedding:
         sections |= table["root"]
-    if run.is_split:
-        sections |= table["cp" if run.cp > 1 else "tp_fused" if run.fused else "tp"]
+    if run.cp > 1:
+        sections |= table["cp"]
+    elif run.tp > 1:
+        sections |= table["tp_fused" if run.fused else "tp"]
     elif run.fused:
         sections |= (
             table["fused"]

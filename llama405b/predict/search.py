@@ -364,7 +364,8 @@ def _with_saved_memory(prediction: Prediction) -> Iterator[tuple[str, str, Predi
         keeps_more = run.recompute == FULL_RECOMPUTE and not run.compiled and "loss" not in saving
         if keeps_more and saved.fit is Fit.YES:
             max_kept = keep_most_activations(saved)
-            yield "--model.activation_checkpointing", f" {max_kept.run.recompute}{flags}", max_kept
+            if max_kept.run.recompute != run.recompute:
+                yield "--model.activation_checkpointing", f" {max_kept.run.recompute}{flags}", max_kept
         larger = dataclasses.replace(saved.run, micro_batch=2 * run.micro_batch)
         if saving and is_runnable(larger, prediction.cluster):
             yield "--training.micro_batch_size", f" {larger.micro_batch}{flags}", prediction.with_run(larger)

@@ -261,6 +261,16 @@ def _build_fsdp1(
     return _BuiltModel(module, module, "rank 0 broadcast the weights")
 
 
+def _convert_to_fp8(full_model: nn.Module, config: Config, context: RankContext) -> None:
+    rank = context.rank
+    with collectives.raise_on_all_ranks():
+        if reason := llama.fp8_unsupported_reason(rank.device):
+            raise UserError(f"--parallel.numerics fp8: {reason}, or use fp32-master")
+    slower = "" if config.model.compile else "; slower than BF16 unless layers are compiled (--model.compile true)"
+    n_converted = llama.convert_to_fp8(full_model, rank.device, rank.axes.tp)
+    context.journal.log(f"{n_converted} linear layers compute in FP8{slower}")
+
+
 def _build_fsdp2(
     config: Config,
     files: Path,
@@ -276,13 +286,7 @@ def _build_fsdp2(
     full_model = llama.build_on_meta(hf_config, attention.name, frozen_dtype if adapter.is_enabled else shard_dtype)
     llama.freeze(full_model, config.optimizer.groups, freeze_all=adapter.is_enabled)
     if parallel.numerics == "fp8":
-        with collectives.raise_on_all_ranks():
-            if reason := llama.fp8_unsupported_reason(rank.device):
-                raise UserError(f"--parallel.numerics fp8: {reason}, or use fp32-master")
-        slower = "" if config.model.compile else "; slower than BF16 unless layers are compiled (--model.compile true)"
-        context.journal.log(
-            f"{llama.convert_to_fp8(full_model, rank.device, parallel.tp)} linear layers compute in FP8{slower}"
-        )
+        _convert_to_fp8(full_model, config, context)
     shard_layout = shard_layout_of(full_model, parallel, rank)
     adapt = functools.partial(add_adapters, adapter=adapter, dtype=shard_dtype, groups=config.optimizer.groups)
     module = split_model(full_model, parallel, rank, adapt if adapter.is_enabled else None)
@@ -414,7 +418,7 @@ def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
 
 
 def check_numa_memory(parallel: Parallel, context: RankContext) -> None:
-    """Log whether the ranks' memory, all of it pinned by now, is near their GPUs, where updates run on CPUs."""
+    """Log whether the ranks' memory, states and gradients by now, is near their GPUs, where updates run on CPUs."""
     if parallel.numa == "auto" and parallel.updates_on_cpu and (message := describe_memory_nodes(context.rank)):
         context.journal.log(message)
 

@@ -154,7 +154,8 @@ def prepare(
     else:
         updater = OnDeviceUpdate(module, master, build_optimizer(master, config.optimizer), has_moments=False)
         updater.sync_weights()
-    forward_backward = build_forward_backward(config.parallel, module, context.rank, config.model)
+    isolated = config.data.packing == "isolated"
+    forward_backward = build_forward_backward(config.parallel, module, context.rank, config.model, isolated=isolated)
     torch.manual_seed(config.training.seed + context.rank.index)
 
     step, weights = 0, config.model.path

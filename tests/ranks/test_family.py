@@ -119,6 +119,9 @@ def test_the_losses_of_two_steps_are_those_of_transformers(tmp_path):
         ("qwen2", {"tp": 2}),
         pytest.param("qwen2", {"pp": 2}, marks=pytest.mark.soak),
         ("qwen3", {"cp": 2}),
+        ("qwen3", {"tp": 2}),
+        ("olmo2", {"tp": 2, "loss": "chunked"}),
+        ("gemma3_text", {"tp": 2}),
         pytest.param("qwen3", {"pp": 2, "pp_schedule": "interleaved"}, marks=pytest.mark.soak),
         ("olmo2", {"pp": 2}),
         ("olmo2", {"cp": 2, "loss": "chunked"}),
@@ -137,4 +140,6 @@ def test_meshes_train_other_families_as_one_process_does(tmp_path, family, setti
     weights = {name: tensor for _, own in found for name, tensor in own.items()}
     for results, _ in found:
         steps, _ = mesh_rig.difference((results, weights), right)
-        assert steps < 1e-5
+        assert mesh_rig.difference((results[:1], weights), (right[0][:1], right[1]))[0] < 1e-5
+        # OLMo 2's norms of all heads are summed over the ranks of tp, in FP32: AdamW makes more of that in later steps.
+        assert steps < (1e-4 if family == "olmo2" and "tp" in settings else 1e-5)

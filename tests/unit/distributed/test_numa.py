@@ -157,6 +157,7 @@ def test_what_was_read_leaves_the_page_cache(monkeypatch, tmp_path):
     for share, box, ranges in ((1.0, (0, rows), 0), (0.0, (0, rows), 1), (0.0, (7, 3000), 1)):
         monkeypatch.setattr(load_weights, "MIN_CACHED_SHARE", share)
         files, dropped[:] = load_weights._MappedWeights(read_tensors(tmp_path)), []
+        files.reads_alone = False
         values = files.read("a", (box, (0, columns)))
         files.read("a", ((0, rows), (0, 3)))  # of which other ranks read the other columns
         files.drop_read()

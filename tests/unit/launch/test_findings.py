@@ -166,7 +166,7 @@ def put(*path):
         (put("tmux", {"memlock_kib": "8192", "open_files": "1024"}), BAD, "only 8192 KiB may be locked inside tmux", "tmux kill-server"),
         (put("tmux", {"memlock_kib": "unlimited", "open_files": "1024"}), WARN, "1024 open files", "nofile"),
         (put("tmux", {"failed": "open terminal failed"}), BAD, "its tmux does not work (open terminal failed)", "tmux new"),
-        (put("environment", "queues", "1"), WARN, "sets CUDA_DEVICE_MAX_CONNECTIONS to 1", "unset it"),
+        (put("environment", "max_connections", "1"), WARN, "sets CUDA_DEVICE_MAX_CONNECTIONS to 1", "unset it"),
         (put("memory", "shm_free", 64 << 20), WARN, "/dev/shm has 0.1 GiB free", "--shm-size"),
         (put("disks", "filesystems", [{"path": "/w", "free": 10 << 20, "writable": True}]), BAD, "its disk is full (10 MiB free at /w)", "make room"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True, "free_files": 3}]), BAD, "its disk is out of inodes (3 more files can be created at /w)", "delete files"),

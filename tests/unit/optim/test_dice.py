@@ -1,5 +1,8 @@
 """Rounding to BF16 by the numbers of elements: to one of two neighbors, right in the mean, alike however a tensor is cut."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -7,7 +10,8 @@ from torch._dynamo.utils import counters
 from llama405b.optim import rounding
 from llama405b.optim.adamw import update_adamw
 from llama405b.optim.lion import update_lion
-from llama405b.optim.rounding import LocalElements, update_with_rounding
+from llama405b.optim.rounding import LocalElements, StochasticRounding
+from llama405b.settings.choices import OPTIMIZERS
 
 PARAMS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -17,7 +21,7 @@ def rounded(wide, elements=None, step=3):
     elements = elements or LocalElements(77, full_width=wide.numel(), width=wide.numel())
     to = torch.empty(wide.shape, dtype=torch.bfloat16)
     constants = torch.zeros(1)
-    starts, key = rounding._seeds(elements, elements.rows(to).shape[0], to.device)
+    starts, key = elements.seeds(elements.rows(to).shape[0], to.device)
     step_hash = rounding._hash_bits(torch.tensor(step, dtype=torch.int32))
     values = elements.rows(wide)
     rounding._update_chunk(lambda *_: [values], [elements.rows(to)], values, constants, starts, key, step_hash)
@@ -54,7 +58,7 @@ def test_neighbors_steps_and_tensors_are_rounded_apart():
 
 def test_weights_and_moments_are_rounded_apart():
     wide, found = torch.full((1, 1 << 16), 1.001), [torch.empty(1, 1 << 16, dtype=torch.bfloat16) for _ in range(3)]
-    starts, key = rounding._seeds(LocalElements(1), 1, wide.device)
+    starts, key = LocalElements(1).seeds(1, wide.device)
     rounding._update_chunk(
         lambda *_: [wide] * 3, found, wide, torch.zeros(1), starts, key, torch.tensor(1, dtype=torch.int32)
     )
@@ -79,13 +83,15 @@ def tensors_of(shape, seed=0, dtype=torch.bfloat16):
     return [tensor.to(dtype) for tensor in (weight, gradient, 0.1 * first, second.square())]
 
 
-def update(name, tensors, elements, step=4.0):
+@torch.no_grad()
+def update(name, tensors, elements, kernel=None):
     """Update copies; returns weight and moments."""
     weight, gradient, *moments = (tensor.clone() for tensor in tensors)
-    moments, steps = moments[: 2 - (name == "lion")], [torch.tensor(step)]
-    update_with_rounding(name, [weight], [gradient], [[moment] for moment in moments], steps, PARAMS, [elements])
-    assert steps[0] == step + 1
-    return [weight, *moments]
+    parameter, state = torch.nn.Parameter(weight, False), {"step": torch.tensor(4.0)}
+    state |= dict(zip(OPTIMIZERS[name].moments, moments, strict=False))
+    StochasticRounding(name, {id(parameter): elements}, kernel).update([parameter], [state], [gradient], PARAMS)
+    assert state.pop("step") == 5
+    return [weight, *state.values()]
 
 
 @pytest.mark.parametrize("name", rounding.FORMULAS)
@@ -108,15 +114,24 @@ def test_it_is_the_optimizer_s_update_rounded_to_a_neighbor(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", rounding.FORMULAS)
 def test_compiled_and_eager_updates_have_the_same_bits(name, monkeypatch):
+    monkeypatch.setattr(rounding, "EAGER_CPU_CHUNK", 500)
     counters.clear()
-    shapes = [(64, 96), (37, 96), (128, 33), (40, 128)]
-    cases = [(shape, LocalElements(9, row=5, column=column, width=shape[1], full_width=shape[1] + column))
-             for shape in shapes for column in (0, 7)]  # fmt: skip
-    found = []
-    for smallest in (1, 1 << 40):
-        monkeypatch.setattr(rounding, "MIN_COMPILED", smallest)
-        monkeypatch.setattr(rounding, "CPU_CHUNK", 500)
-        found.append([update(name, tensors_of(shape, seed), elements) for seed, (shape, elements) in enumerate(cases)])
-        assert counters["stats"]["unique_graphs"] == 1  # of all shapes
-    for compiled, eager in zip(*found, strict=True):
+    kernel = rounding._compile(name, torch.device("cpu"))
+    for seed, (shape, column) in enumerate(itertools.product([(64, 96), (37, 96), (128, 33), (1, 128)], (0, 7))):
+        elements = LocalElements(9, row=5, column=column, width=shape[1], full_width=shape[1] + column)
+        compiled, eager = (update(name, tensors_of(shape, seed), elements, each) for each in (kernel, None))
         assert all(map(torch.equal, compiled, eager))
+    assert counters["stats"]["unique_graphs"] == 1  # of all shapes
+
+
+def test_nothing_is_compiled_for_small_models_or_without_a_compiler(monkeypatch):
+    model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+    build = functools.partial(StochasticRounding.from_master, model, "bf16-stochastic", "adamw")
+    tried = []
+    monkeypatch.setattr(rounding.torch, "compile", lambda *_, **__: lambda *_: tried.append(1) or 1 / 0)
+    assert build().kernel is None
+    assert not tried
+    monkeypatch.setattr(rounding, "MIN_COMPILED", 1)
+    assert build().kernel is None  # the compiler failed
+    assert tried
+    assert StochasticRounding.from_master(model, "pure-bf16", "adamw") is None

@@ -162,7 +162,7 @@ def read_environment(request):
     python = os.path.expanduser(request["python"])
     facts = {"workdir": workdir, "workdir_exists": os.path.isdir(workdir), "packages": None, "code": ""}
     facts["allocator"] = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "")
-    facts["queues"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    facts["max_connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     try:
         result = subprocess.run(
             [python, "-c", PACKAGES_SCRIPT],

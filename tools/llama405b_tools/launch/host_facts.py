@@ -38,7 +38,7 @@ class Environment:
     packages: Mapping[str, str] | None  # name -> version or "missing"; None: its python cannot be run
     code: str  # the checkout's commit
     allocator: str = ""  # what the user set of PyTorch's (PYTORCH_ALLOC_CONF); "": nothing
-    queues: str = ""  # CUDA_DEVICE_MAX_CONNECTIONS; "": not set
+    max_connections: str = ""  # CUDA_DEVICE_MAX_CONNECTIONS; "": not set
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def host_findings(facts: HostFacts, needs: Requirements, *, is_head: bool) -> Fi
     if needs.uses_gpus:
         yield from _check_cuda_build(facts, needs)
         yield from _check_allocator(facts)
-        yield from _check_queues(facts)
+        yield from _check_max_connections(facts)
         yield from _check_nodes(facts, needs)
         yield from _check_gpus(facts, needs)
         yield from _check_fabric(facts)
@@ -156,9 +156,9 @@ def _check_allocator(facts: HostFacts) -> Findings:
         )
 
 
-def _check_queues(facts: HostFacts) -> Findings:
+def _check_max_connections(facts: HostFacts) -> Findings:
     """Check that copies and collectives can run beside computation."""
-    if facts.environment and facts.environment.queues == "1":
+    if facts.environment and facts.environment.max_connections == "1":
         problem = (
             "its environment sets CUDA_DEVICE_MAX_CONNECTIONS to 1, so collectives and copies wait for computation"
         )
