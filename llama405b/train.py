@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
             refuse_trained(run)
         heartbeat = HeartbeatWriter(run, ranks.rank_from_environment())
         ranks.enable_flight_recorder(run.flight(ranks.rank_from_environment().index))
+        ranks.set_gpu_env(invocation.config.parallel)
         rank = ranks.join_process_group(invocation.config.parallel.device, invocation.config.timeouts.load)
         extend.use(invocation.config.training.extend)
         config = resolve_config(invocation.config, invocation.preset, rank)

@@ -137,6 +137,12 @@ def set_default_env(variables: Mapping[str, str]) -> None:
             os.environ.setdefault(name, value)
 
 
+def set_gpu_env(parallel: Parallel) -> None:
+    """Set the variables of CUDA and NCCL that settings ask for. Call it before ``join_process_group``, which starts both."""
+    asked = {"CUDA_DEVICE_MAX_CONNECTIONS": parallel.cuda_connections, "NCCL_MAX_CTAS": parallel.nccl_ctas}
+    os.environ.update({name: str(value) for name, value in asked.items() if value})
+
+
 def enable_flight_recorder(path: Path) -> None:
     """Have NCCL's flight recorder write to ``path`` on a timeout, and when a byte is written to its pipe.
 

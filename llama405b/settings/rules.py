@@ -202,6 +202,7 @@ COMPARED_SETTINGS = (
 )
 
 
+MAX_CUDA_CONNECTIONS = 32  # that CUDA takes
 MAX_BETA_BF16 = 0.99  # 1 - beta2 must exceed half of BF16's step of 2^-7; at 0.999 the demo's loss was 2 % higher
 ABOVE_ZERO = (  # other numbers may be 0
     "adapter.rank", "adapter.alpha",
@@ -456,6 +457,11 @@ def _check_parallel(parallel: Parallel) -> Iterator[Fault]:
         yield (
             "parallel.numerics",
             "stochastic rounding numbers each weight's elements, which fsdp1 flattens; use fsdp2, or pure-bf16",
+        )
+    if parallel.cuda_connections > MAX_CUDA_CONNECTIONS:
+        yield (
+            "parallel.cuda_connections",
+            f"parallel.cuda_connections is {parallel.cuda_connections}; use at most {MAX_CUDA_CONNECTIONS}",
         )
     yield from _check_axes(parallel)
     yield from _check_units(parallel)

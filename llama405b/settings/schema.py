@@ -422,6 +422,16 @@ class Parallel:
     numa: Literal["auto", "off"] = option(
         "auto", "auto: each rank on its own cores of the NUMA node of its GPU, with memory of that node"
     )
+    cuda_connections: int = option(
+        0,
+        "hardware queues of a GPU (CUDA_DEVICE_MAX_CONNECTIONS, at most 32): with more, copies and collectives wait less for computation; "
+        "0: CUDA's own number, 8",
+    )
+    nccl_ctas: int = option(
+        0,
+        "most thread blocks of a collective (NCCL_MAX_CTAS): fewer leave more of the GPU to matrix products, and slow collectives; "
+        "0: NCCL's choice",
+    )
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = option("FULL_SHARD", "fsdp1 only")
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = option("BACKWARD_PRE", "fsdp1 only")
     forward_prefetch: bool = option(False, "fsdp1 only")

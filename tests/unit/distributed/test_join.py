@@ -5,6 +5,7 @@ import os
 import torch
 
 from llama405b.distributed import ranks
+from llama405b.settings.schema import Parallel
 
 
 def test_a_rank_on_cuda_shares_one_communicator_and_sets_what_the_user_has_not(monkeypatch):
@@ -28,6 +29,16 @@ def test_a_rank_on_cuda_shares_one_communicator_and_sets_what_the_user_has_not(m
     assert (asked["backend"], asked["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))
     assert (asked["conf"], asked["ring"]) == ("expandable_segments:True", "5")
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ  # its older name, of which torch warns
+
+
+def test_settings_of_cuda_and_nccl_are_in_the_environment_where_they_are_given(monkeypatch):
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MAX_CTAS")
+    for name in names:
+        monkeypatch.setenv(name, "4")  # the user's
+    ranks.set_gpu_env(Parallel())
+    assert [os.environ[name] for name in names] == ["4", "4"]
+    ranks.set_gpu_env(Parallel(cuda_connections=32, nccl_ctas=16))
+    assert [os.environ[name] for name in names] == ["32", "16"]
 
 
 def test_without_torchrun_a_host_has_one_rank(monkeypatch):
