@@ -29,10 +29,7 @@ from llama405b.settings.schema import Numerics
 DROPPED_BITS = 0xFFFF  # mantissa bits of FP32 that BF16 drops
 GOLDEN = -1640531527  # 2^32 over the golden ratio, as an int32
 MIN_COMPILED = 1 << 24  # parameters of a model, below which compiling takes longer than it saves
-EAGER_CPU_CHUNK, EAGER_GPU_CHUNK = (
-    1 << 16,
-    1 << 22,
-)  # elements at a time where nothing is compiled: on CPUs what caches hold
+EAGER_CPU_CHUNK, EAGER_GPU_CHUNK = 1 << 16, 1 << 22  # elements at a time if not compiled; a CPU's caches hold so many
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,9 +71,7 @@ class StochasticRounding:
 
     name: OptimizerName
     elements: Mapping[int, LocalElements]  # by ``id(parameter)``
-    kernel: (
-        Callable[..., None] | None
-    )  # the compiled ``_update_chunk``; None: nothing can be compiled, or the model is small
+    kernel: Callable[..., None] | None  # the compiled ``_update_chunk``; None: it stays eager
     seeds: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)  # by ``id(parameter)``
 
     @classmethod
@@ -93,8 +88,7 @@ class StochasticRounding:
         kernel = None
         if sum(parameter.numel() for parameter in parameters.values()) >= MIN_COMPILED:
             kernel = _compile(name, local_tensor(next(iter(parameters.values()))).device)
-            works = [kernel is not None]
-            if not all(collectives.all_gather_objects(works[0]) if dist.is_initialized() else works):
+            if dist.is_initialized() and not all(collectives.all_gather_objects(kernel is not None)):
                 kernel = None
         return cls(name, elements, kernel)
 

@@ -9,6 +9,7 @@ FSDP1's options. Knows modules and meshes; not the optimizer.
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def shard_model(model: nn.Module, parallel: Parallel, device: torch.device, mesh
 
     ``mesh``: of all ranks, see ``make_device_mesh``; None: plain FSDP over all ranks.
     """
+    # Units within a layer return views with FP8; nothing changes them in place.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
     mesh = data_mesh(mesh or make_device_mesh(Axes(dp_shard=dist.get_world_size()), device.type))
     reshard: bool | int = parallel.reshard_after_forward or not parallel.strategy_spec.keeps_weights_gathered
     offload: OffloadPolicy = OffloadPolicy()
