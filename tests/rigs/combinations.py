@@ -181,7 +181,8 @@ def fault_of(names, result, expected):
     n_graphs = ("compile" in names) * (1 + ("lora" in names))
     if result.graphs != [n_graphs] * STEPS + [n_graphs + ("compile" in names)]:
         return f"graphs after each step: {result.graphs}"
-    measured, (of_steps, of_changes) = differences(result, expected), BOUNDS[precision_of(names)]
+    precision = precision_of(names)
+    measured, (of_steps, of_changes) = differences(result, expected, precision), BOUNDS[precision]
     allowed = (
         of_steps * (10 if "lora" in names else 1),
         of_changes,
@@ -278,8 +279,10 @@ def train_all(me, root, combinations):
 class Result(NamedTuple):
     """What training did."""
 
-    steps: list[tuple[float, float]]  # losses and gradient norms; at the end the loss and the terms of an evaluation
-    changes: dict[str, torch.Tensor]  # of each parameter that the rank has
+    steps: list[
+        tuple[float, float]
+    ]  # losses and gradient norms; then an evaluation's loss and terms, and one more step
+    changes: dict[str, torch.Tensor]  # of each parameter that the rank has, up to the evaluation
     graphs: list[int]  # compiled after each step, and after the evaluation
 
 
@@ -316,13 +319,16 @@ def train(me, root, names):
         steps.append((result.loss, result.grad_norm))
         graphs.append(counters["stats"]["unique_graphs"])
     updater.wait()
+    after = whole_weights(master)  # an evaluation leaves weights gathered, in the dtype that computes
     with torch.no_grad():
         nll, count = (
             sum(values) for values in zip(*((passes.evaluate(b), passes.count(b)[0]) for b in batches), strict=True)
         )
     steps.append(tuple(all_reduce_sum(torch.stack([nll, count])).tolist()))
     graphs.append(counters["stats"]["unique_graphs"])
-    after = whole_weights(master)
+    result = train_step(passes, updater, micro_batches(STEPS, me, is_packed="packing" in names), max_norm=1.0)
+    steps.append((result.loss, result.grad_norm))
+    updater.wait()
     return Result(steps, {name: after[name].float() - value.float() for name, value in before.items()}, graphs)
 
 
@@ -345,13 +351,17 @@ def micro_batches(step, me, *, is_packed):
     return [part.to(me.device) for part in batch.split(1)]
 
 
-def differences(result, expected):
-    """Return the largest relative difference of losses and norms, and of the change of any parameter."""
-    of_steps = max(
-        abs(a - b) / abs(b)
-        for one, other in zip(result.steps, expected.steps, strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
+def differences(result, expected, precision="fp32"):
+    """Return the largest relative difference of losses and norms, and of the change of any parameter.
+
+    Rounding to BF16 and FP8 grows from step to step in gradients, so that only the first step's norm counts there.
+    """
+    pairs = [
+        (a, b)
+        for number, (one, other) in enumerate(zip(result.steps, expected.steps, strict=True))
+        for a, b in [*zip(one, other, strict=True)][: 2 if precision == "fp32" or not number else 1]
+    ]
+    of_steps = max(abs(a - b) / abs(b) for a, b in pairs)
     return of_steps, max(_difference(change, expected.changes[name]) for name, change in result.changes.items())
 
 
