@@ -11,6 +11,7 @@ Shape suffixes: R rows of a rank's shard, W elements in each.
 import dataclasses
 import functools
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -125,7 +126,8 @@ class StochasticRounding:
 
 def _compile(name: OptimizerName, device: torch.device) -> Callable[..., None] | None:
     """Compile an update, and try it; None if that fails. In the main thread: updates may run in another one, beside a forward."""
-    if compile_unsupported_reason(device):
+    if reason := compile_unsupported_reason(device):
+        _warn_of_eager_updates(reason)
         return None
     formula, make_constants = FORMULAS[name]
     kernel = torch.compile(functools.partial(_update_chunk, formula), fullgraph=True, dynamic=True)
@@ -143,9 +145,16 @@ def _compile(name: OptimizerName, device: torch.device) -> Callable[..., None] |
                 key,
                 _hash_bits(step.to(torch.int32)),
             )
-    except Exception:  # noqa: BLE001 - a compiler may raise any exception
+    except Exception as error:  # noqa: BLE001 - a compiler may raise any exception
+        _warn_of_eager_updates(" ".join(str(error).split())[:200])
         return None
     return kernel
+
+
+def _warn_of_eager_updates(reason: str) -> None:
+    warnings.warn(
+        f"bf16-stochastic: updates are not compiled, so each takes about six times as long ({reason})", stacklevel=2
+    )
 
 
 def _update_chunk(

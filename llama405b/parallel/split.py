@@ -167,44 +167,29 @@ def _scatter_output(tp: TpGroup, last: nn.Module, _: nn.Module, __: Any, output_
 
 def gather_sequence(x_Bsh: Tensor, tp: TpGroup) -> Tensor:
     """Return whole sequences, (B, S, h), of which each rank has a part. The backward sums gradients over the ranks."""
-    result: Tensor = _Gather.apply(x_Bsh, tp)
+    result: Tensor = _SequenceExchange.apply(x_Bsh, tp, True)
     return result
 
 
 def scatter_sequence(x_BSh: Tensor, tp: TpGroup) -> Tensor:
     """Return this rank's part of the sequences' sum over the ranks, (B, s, h)."""
-    result: Tensor = _Scatter.apply(x_BSh, tp)
+    result: Tensor = _SequenceExchange.apply(x_BSh, tp, False)
     return result
 
 
-class _Gather(torch.autograd.Function):
-    """All-gather along the sequence, whose backward is the reduce-scatter."""
+class _SequenceExchange(torch.autograd.Function):
+    """All-gather or reduce-scatter along the sequence; the backward of one is the other."""
 
     @staticmethod
-    def forward(ctx: Any, x_Bsh: Tensor, tp: TpGroup) -> Tensor:
-        """See ``gather_sequence``."""
-        ctx.tp = tp
-        return _all_gather(x_Bsh, tp)
+    def forward(ctx: Any, x: Tensor, tp: TpGroup, gathers: bool) -> Tensor:
+        """See ``gather_sequence`` and ``scatter_sequence``."""
+        ctx.tp, ctx.gathers = tp, gathers
+        return _all_gather(x, tp) if gathers else _reduce_scatter(x, tp)
 
     @staticmethod
-    def backward(ctx: Any, gradient_BSh: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """See the class."""
-        return _reduce_scatter(gradient_BSh, ctx.tp), None
-
-
-class _Scatter(torch.autograd.Function):
-    """Reduce-scatter along the sequence, whose backward is the all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BSh: Tensor, tp: TpGroup) -> Tensor:
-        """See ``scatter_sequence``."""
-        ctx.tp = tp
-        return _reduce_scatter(x_BSh, tp)
-
-    @staticmethod
-    def backward(ctx: Any, gradient_Bsh: Tensor) -> tuple[Tensor, None]:
-        """See the class."""
-        return _all_gather(gradient_Bsh, ctx.tp), None
+        return (_reduce_scatter if ctx.gathers else _all_gather)(gradient, ctx.tp), None, None
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -59,6 +59,14 @@ SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
 BOUNDS = {"fp32": (1e-5, 2e-3), "bf16": (3e-2, 0.2)}
 
 
+def settings_of(names):
+    """Return the settings of a combination of features; masters need numerics that have them."""
+    settings = {"parallel.numerics": "fp32-master"} if "offload optimizer" in names else {}
+    for name in names:
+        settings |= FEATURES[name]
+    return settings
+
+
 def config_of(names):
     """Return the configuration of a combination of features; FP32 unless one of them has other numerics."""
     sections = {
@@ -70,10 +78,7 @@ def config_of(names):
         "parallel": Parallel(device="cpu", tp_across_hosts=True, numerics="fp32"),
         "adapter": Config().adapter,
     }
-    changes = {"parallel.numerics": "fp32-master"} if "offload optimizer" in names else {}
-    for name in names:
-        changes |= FEATURES[name]
-    for key, value in changes.items():
+    for key, value in settings_of(names).items():
         section, _, field = key.partition(".")
         sections[section] = dataclasses.replace(sections[section], **{field: value})
     return Config(**sections)
@@ -220,11 +225,8 @@ def run_fault(root, number, names, other):
     runs = root / f"{number}", root / f"{number}-elsewhere"
     checkpoints = ("--checkpoint.dir", runs[0] / "checkpoints")
     for run, features, more in ((runs[0], names, ()), (runs[1], other, ("--resume", checkpoints[1] / "step-00000002"))):
-        changes = {key: value for name in features for key, value in FEATURES[name].items()}
-        changes |= {"data.packing": "isolated" if "packing" in features else "concatenated"}
-        if "offload optimizer" in features and not {*NUMERICS} & {*features}:
-            changes["parallel.numerics"] = "fp32-master"
-        flags = [word for key, value in changes.items() for word in (f"--{key}", str(value).lower())]
+        settings = settings_of(features) | {"data.packing": "isolated" if "packing" in features else "concatenated"}
+        flags = [word for key, value in settings.items() for word in (f"--{key}", str(value).lower())]
         argv = [*RUN_FLAGS, "--model.path", root / "model", "--run-dir", run, *flags, *more]
         done = run_program("llama405b.train:run_and_exit", *argv, cwd=root, world=world_of(features), timeout_s=300)
         if done.returncode:
@@ -291,27 +293,15 @@ def train(me, root, names):
     from mesh_rig import whole_weights
     from torch._dynamo.utils import counters
 
-    from llama405b.contract.paths import RunDir
     from llama405b.distributed.collectives import all_reduce_sum
-    from llama405b.distributed.ranks import with_mesh
     from llama405b.optim.step import train_step
-    from llama405b.parallel.passes import build_forward_backward
-    from llama405b.spec.models import read_llama
-    from llama405b.training.build import build_host_inputs, build_model, build_pinned_updater
-    from llama405b.training.context import RankContext
-    from llama405b.training.journal import HeartbeatWriter
 
     torch._dynamo.reset()
     counters.clear()
     files, config = root / "model", config_of(names)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(files)))
-    me = with_mesh(me, config.parallel)
-    context = RankContext.from_rank(me, HeartbeatWriter(RunDir(root / "run"), me))
-    torch.manual_seed(0)
-    module, master = build_model(config, files, context, from_checkpoint=False)
-    updater = build_pinned_updater(config, module, master, context)
-    passes = build_forward_backward(config.parallel, module, me, config.model, isolated="packing" in names)
-    build_host_inputs(config, module, read_llama(files), context)
+    me, updater, passes = offered.build(me, root, config, files, isolated="packing" in names)
+    master = updater.master
     before, steps, graphs = whole_weights(master), [], []
     for step in range(STEPS):
         batches = micro_batches(step, me, is_packed="packing" in names)

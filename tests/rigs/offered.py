@@ -215,26 +215,31 @@ def step_all(me, root, kinds):
     return wrong
 
 
-def _step(me, root, kind):
+def build(me, root, config, files, *, isolated=False):
+    """Build a run by the trainer's own code; return the rank on its mesh, the updater, and what runs forwards and backwards."""
     from llama405b.contract.paths import RunDir
-    from llama405b.data.batch import Batch
     from llama405b.distributed.ranks import with_mesh
-    from llama405b.optim.step import train_step
     from llama405b.parallel.passes import build_forward_backward
     from llama405b.spec.models import read_llama
     from llama405b.training.build import build_host_inputs, build_model, build_pinned_updater
     from llama405b.training.context import RankContext
     from llama405b.training.journal import HeartbeatWriter
 
-    config, files = small_config(kind), root / kind.model
     me = with_mesh(me, config.parallel)
-    run = RunDir(root / "run")
-    context = RankContext.from_rank(me, HeartbeatWriter(run, me))
+    context = RankContext.from_rank(me, HeartbeatWriter(RunDir(root / "run"), me))
     torch.manual_seed(0)
     module, master = build_model(config, files, context, from_checkpoint=False)
     updater = build_pinned_updater(config, module, master, context)
-    passes = build_forward_backward(config.parallel, module, me, config.model)
+    passes = build_forward_backward(config.parallel, module, me, config.model, isolated=isolated)
     build_host_inputs(config, module, read_llama(files), context)
+    return me, updater, passes
+
+
+def _step(me, root, kind):
+    from llama405b.data.batch import Batch
+    from llama405b.optim.step import train_step
+
+    me, updater, passes = build(me, root, small_config(kind), root / kind.model)
     generator = torch.Generator().manual_seed(me.dp.rank)
     n_local = BATCH // me.dp.size
     for _ in range(2):
