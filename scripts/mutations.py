@@ -10,6 +10,7 @@ shortened, or started with a fake trainer, this tells whether it still sees what
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("llama405b", "tools/llama405b_tools")
-LEFT_OUT = shutil.ignore_patterns(".venv*", ".git", "__pycache__", "runs", "models")
+LEFT_OUT = shutil.ignore_patterns(".venv*", ".standin", ".git", "__pycache__", "runs", "models")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,7 @@ def install(copy: Path) -> None:
     (packages / "copy.pth").write_text(f"{copy}\n{copy / 'tools'}\n{sysconfig.get_path('purelib')}\n")
     for name in ("torchao", "gguf", "peft", "trackers"):  # packages that some tests alone import
         (copy / ".venv" / name).symlink_to(ROOT / ".venv" / name)
+    (copy / ".standin").symlink_to(ROOT / ".standin")
     program = copy / ".venv/bin/llama405b"  # what printed commands name
     program.write_text(f"#!{copy}/.venv/bin/python\nfrom llama405b_tools.cli import main\n\nraise SystemExit(main())\n")
     program.chmod(0o755)
@@ -110,7 +112,11 @@ def install(copy: Path) -> None:
 def run_tests(tests: tuple[str, ...], copy: Path) -> int:
     """Pytest's exit code: 1 if a test failed."""
     command = [copy / ".venv/bin/python", "-m", "pytest", "-x", "-q", "-m", "not gpu and not soak", *tests]
-    return subprocess.run(command, cwd=copy, capture_output=True, check=False).returncode
+    environment = dict(os.environ)
+    if tests[0].startswith("tests/standin/"):
+        command.insert(0, copy / "tests/standin/device/run.sh")
+        environment |= {"OMP_NUM_THREADS": "1", "STANDIN_CHECK": "1", "STANDIN_AGE_MS": "5000"}
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False).returncode
 
 
 def shown(mutation: Mutation) -> str:

@@ -197,8 +197,8 @@ class CopyOnUpdate:
             try:
                 if entry.pending_update:
                     entry.pending_update.result()
-                entry.wait_copied()
-                with on_stream(self.stream):
+                with on_stream(self.stream):  # on its GPU: a wait on another would make a context there
+                    entry.wait_copied()
                     source = entry.tensor if entry.buffer is None else _view_like(entry.tensor, entry.buffer)
                     content = source.detach().cpu()
                 yield from ((number, content) for number in entry.numbers)

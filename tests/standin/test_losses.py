@@ -44,6 +44,16 @@ def test_losses_are_the_cpus(standin, place, accumulation, world):
     assert trained.found == NOTHING, trained.output
 
 
+@pytest.mark.parametrize("split", ["tp", "cp"])
+def test_fused_mlps_learn_as_on_the_cpu(standin, split):
+    flags = ("--model.fused", "auto", "--parallel.numerics", "fp32-master", f"--parallel.{split}", 2)
+    trained = standin.train(*flags, accumulation=2, world=2)
+    assert "SwiGLU: fused; verified on this device" in trained.output  # of the norm's kernel, a CPU has no backward
+    for found, expected in zip(trained.losses, standin.losses_of_cpu("fp32-master", 2, 2, *flags), strict=True):
+        assert found[:2] == pytest.approx(expected[:2], rel=1e-3)
+    assert trained.found == NOTHING, trained.output
+
+
 def test_memory_that_torch_fills_with_nan_is_not_read(standin):
     trained = standin.train("--parallel.numerics", "fp32", program="standin_rig:deterministic_trainer", world=2)
     assert trained.losses == standin.losses_of_cpu("fp32", 1, 2)

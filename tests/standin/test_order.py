@@ -61,3 +61,28 @@ def _sync_weights(directory):
         for w, m in master_pairs(module, master)
     )
     return right, {kind: counts()[kind][0] for kind in FOUND}
+
+
+def test_one_part_of_a_file_is_read_while_the_one_before_it_is_copied(standin):
+    assert in_fork(_copies_under_way) == [0, 1, 1, 1]
+
+
+def _copies_under_way():
+    """Copies to the device that are not done as each part of four is read."""
+    from llama405b.distributed import host_memory
+
+    host_memory.STAGE_BYTES, waits, found = N, [], []
+    copy, read = host_memory.async_copy, host_memory.DeviceStager._read
+
+    def noted_copy(pairs, stream):
+        waits.append(wait := copy(pairs, stream))
+        return wait
+
+    def noted_read(*args):
+        found.append(sum(not wait.__self__.query() for wait in waits))
+        read(*args)
+
+    host_memory.async_copy, host_memory.DeviceStager._read = noted_copy, noted_read
+    target = torch.empty(4 * N, dtype=torch.uint8, device="cuda")
+    host_memory.DeviceStager(target.device).copy_to_device(target, [(0, torch.ones(4 * N, dtype=torch.uint8))])
+    return found

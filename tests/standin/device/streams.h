@@ -12,6 +12,11 @@ static bool covers(const Clock& clock, const Clock& other) {
   for (size_t i = 0; i < other.size(); i++) if (other[i] > (i < clock.size() ? clock[i] : 0)) return false;
   return true;
 }
+extern thread_local int device;
+static void use_device() {  // CUDA's first call of a thread on a device makes a context there, if the process has none
+  static std::atomic<bool> used[64];
+  if (!used[device].exchange(true)) count(CONTEXT, 0);
+}
 struct Stream;
 struct Moment { Stream* stream; double at; bool reached; Clock clock; };  // a point in a stream, where an event was recorded
 struct Op { double at; std::function<void()> run; };
@@ -26,8 +31,8 @@ static Stream* make(int priority) {
 }
 static Stream* of(cudaStream_t handle) {
   static std::vector<Stream*> defaults(64);
+  use_device();
   if ((size_t)handle > 2) return (Stream*)handle;
-  extern thread_local int device;
   auto& found = defaults[device];
   return found ? found : found = make(0);
 }
