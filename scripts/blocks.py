@@ -50,7 +50,7 @@ ABOUT = """\
 # _operators, _none: of layers that compute less again (model.activation_checkpointing).
 # [whole]: decoder layers are units. The others say what differs. [halves]: attention and MLP are units; [root]: the embedding is none;
 # [tied]: the embedding is the head; [fused]: model.fused; [lora]: all matrices are frozen, and have adapters; [lora_tied]: both;
-# [tp], [cp]: matrices or sequences are split over ranks; [tp_fused]: with model.fused.
+# [tp], [cp]: matrices or sequences are split over ranks; [tp_fused], [cp_fused]: with model.fused.
 """
 
 
@@ -69,9 +69,9 @@ def main():
     root, tied = sections("layer", embedding=False), sections("layer", tied=True)
     fused, fused_halves = of_kinds("layer", fused=True), of_kinds("sublayer", fused=True)
     fused_tied = sections("layer", tied=True, fused=True)
-    cp = of_kinds("layer", cp=CP)
-    for other in (halves, cp):
-        assert without_layers(other) == without_layers(whole)
+    cp, cp_fused = of_kinds("layer", cp=CP), of_kinds("layer", cp=CP, fused=True)
+    for other, usual in ((halves, whole), (cp, whole), (cp_fused, fused)):
+        assert without_layers(other) == without_layers(usual)
     assert (fused["embedding"], fused["end"], fused_tied["end"]) == (whole["embedding"], whole["end"], tied["end"])
     lora = {}
     for name, targets in LORA.items():
@@ -90,6 +90,7 @@ def main():
         "tp": of_kinds("layer", tp=TP),
         "tp_fused": of_kinds("layer", tp=TP, fused=True),
         "cp": of_layers(cp),
+        "cp_fused": of_layers(cp_fused),
     }
     parts = [ABOUT]
     for table, found in tables.items():

@@ -213,6 +213,19 @@ SETTINGS = [
     Setting(L1, 4, "none", replicas=4, zero2=True),
     Setting(L8, 8, "none", zero2=True, lora=16),
     Setting(L1, 4, "none", micro_batches=2, lora=16),
+    Setting(L8, 8, "none", seq_len=16_384, fused=True, cp=2),
+    Setting(L405, 64, "all", seq_len=32_768, fused=True, cp=2),
+    Setting(L70, 32, "none", seq_len=16_384, loss="chunked", recompute="operators:20", fused=True, cp=4),
+    Setting(L8, 16, "optimizer", micro_batches=2, seq_len=8192, recompute="none", fused=True, cp=8),
+    Setting(L1, 4, "none", seq_len=8192, fused=True, cp=2),
+    Setting(L405, 64, "all", fused=True),
+    Setting(L8, 16, "optimizer", micro_batches=2, fused=True),
+    Setting(L8, 8, "none", prefetch=2, fused=True),
+    Setting(L8, 16, "none", reshard_after_forward=8, fused=True),
+    Setting(L8, 16, "none", micro_batches=2, replicas=2, fused=True),
+    Setting(L8, 16, "all", micro_batches=3, zero2=True, fused=True),
+    Setting(L8, 8, "none", micro_batches=2, recompute="none", fused=True),
+    Setting(L1, 4, "none", micro_batches=2, replicas=4, zero2=True, fused=True),
 ]
 
 

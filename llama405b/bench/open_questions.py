@@ -85,7 +85,7 @@ def measure_rounding(rank: Rank) -> list[Figure]:
 def measure_tokens(rank: Rank) -> list[Figure]:
     """Time a layer of 405B by number of tokens: as in the recipe, fused, and in FP8."""
     figures, offload = [], Parallel(offload="all")
-    variants = {"bf16": (offload, Model()), "fused": (offload, Model(fused=True))}
+    variants = {"bf16": (offload, Model(fused="false")), "fused": (offload, Model(fused="true"))}
     if not (llama.compile_unsupported_reason(rank.device) or llama.fp8_unsupported_reason(rank.device)):
         variants["fp8"] = Parallel(offload="all", numerics="fp8"), Model(compile=True)
     for name, (parallel, model) in variants.items():

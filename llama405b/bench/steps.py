@@ -54,7 +54,7 @@ from llama405b.spec import models
 from llama405b.spec.probes import Figure
 
 VOCAB = 8192  # small, so that the layers dominate
-DEFAULT_MODEL = Model()
+DEFAULT_MODEL = Model(fused="false")
 ROWS_PER_FILL = 4096  # rows of random weights that are generated at a time
 STEPS = 3  # timed steps, after one that is not timed
 EXACT_STEPS = 10
@@ -161,7 +161,7 @@ def _build_model(
             continue
         for rows in local.split(ROWS_PER_FILL):
             rows.copy_(0.02 * torch.randn(rows.shape, device=rank.device, generator=generator))
-    for name in fused.FORWARDS if model_settings.fused else ():
+    for name in fused.FORWARDS if workload.run_shape(parallel, rank, model_settings).fused else ():
         if not fused.unsupported_reason(name, config, rank.device, llama.compute_dtype(parallel.numerics)):
             fused.fuse(module, name)
     if model_settings.compile:
@@ -364,7 +364,7 @@ TRADE_KNOBS: Knobs = {
     "chunked loss": {"loss": "chunked"},
     "operators": {"activation_checkpointing": "operators"},
     "no checkpointing": {"activation_checkpointing": "none"},
-    "fused": {"fused": True},
+    "fused": {"fused": "true"},
     "layer inputs on the host": {"activations": "host"},
     "pure-bf16": {"numerics": "pure-bf16"},
     "bf16-stochastic": {"numerics": "bf16-stochastic"},

@@ -194,7 +194,7 @@ class Calibration:
 
         def layer_s(flops: float, memory: float) -> float:
             gpu = dataclasses.replace(cluster.gpu, flops=flops, memory_bytes_per_s=memory)
-            unadapted = dataclasses.replace(self.load, adapter=NO_ADAPTER)  # as the probe trains it
+            unadapted = dataclasses.replace(self.load, adapter=NO_ADAPTER, fused=False)  # as the probe trains it
             setup = training_setup(unadapted, dataclasses.replace(cluster, attained=gpu))
             work = layer_work(setup, _rates_at_full(gpu))
             return work.forward.total_s + work.backward_s("full")

@@ -173,12 +173,17 @@ def worthwhile_hosts(offers: Sequence[Offer]) -> int:
 
 def methods(run: PredictedRun, cluster: Cluster) -> Mapping[str, tuple[PredictedRun, str]]:
     """Return the run by each method that its machines can train with, and what is lost by that."""
-    change = functools.partial(dataclasses.replace, run, adapter=NO_ADAPTER, micro_batch=1, fused=False, compiled=False)
+    change = functools.partial(
+        dataclasses.replace, run, adapter=NO_ADAPTER, micro_batch=1, fused=run.llama.is_fusible, compiled=False
+    )
     lora = run.adapter if run.adapter.is_enabled else Adapter(kind="lora")
     found = {
         "full": (change(numerics="fp32-master"), "nothing"),
-        f"LoRA, rank {lora.rank}": (change(numerics="fp32-master", adapter=lora), "what few weights cannot learn"),
-        "FP8": (change(numerics="fp8", compiled=True), "digits of each product"),
+        f"LoRA, rank {lora.rank}": (
+            change(numerics="fp32-master", adapter=lora, fused=False),
+            "what few weights cannot learn",
+        ),
+        "FP8": (change(numerics="fp8", compiled=True, fused=False), "digits of each product"),
         "all BF16": (change(numerics="pure-bf16"), "most updates at rates like 1e-5"),
     }
     return {name: (other, loss) for name, (other, loss) in found.items() if is_runnable(other, cluster)}

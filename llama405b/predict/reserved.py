@@ -131,7 +131,6 @@ def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
         run.accumulates and not run.reduces_each,
         run.pp > 1 or (run.tp > 1 and (run.cp > 1 or run.llama.tied)),
         run.is_split and (run.has_sublayer_units or run.adapter.is_enabled),
-        run.cp > 1 and run.fused,
         run.is_split and (not run.fsdp_embedding or run.llama.kv_heads % (run.tp * run.cp) != 0),
         bool(OPTIMIZERS[run.optimizer].rest),
         run.llama.family.mlp != LLAMA.mlp,
@@ -466,9 +465,7 @@ def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
         sections |= table["tied"]
     elif not run.fsdp_embedding:
         sections |= table["root"]
-    if run.cp > 1:
-        sections |= table["cp"]
-    elif run.tp > 1:
+    if run.tp > 1:
         sections |= table["tp_fused" if run.fused else "tp"]
     elif run.fused:
         sections |= (
@@ -476,6 +473,8 @@ def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
             | (table["fused_halves"] if run.has_sublayer_units else {})
             | (table["fused_tied"] if run.llama.tied else {})
         )
+    if run.cp > 1:
+        sections |= table["cp_fused" if run.fused else "cp"]
     if run.adapter.is_enabled:
         kind = _lora_table(run)
         sections = table["lora"] | table[kind] | (table["lora_tied"] if run.llama.tied else {})

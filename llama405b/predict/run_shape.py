@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable
+from typing import Literal
 
 from llama405b.contract.errors import STAGING_SHARE
 from llama405b.settings.axes import DP_AXES, FULL_RECOMPUTE, SHARD_AXES, Axes, Recompute
@@ -256,7 +257,7 @@ class PredictedRun:
             dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0, keeps_weights=spec.keeps_weights_gathered,
             reduces_each=spec.reduces_every_microbatch, adapter=config.adapter,
             recompute=Recompute.parse(config.model.activation_checkpointing),
-            **{field: operator.attrgetter(name)(config) for field, name in settings},
+            **{field: operator.attrgetter(name)(config) for field, name in settings} | {"fused": config.fuses(llama.is_fusible)},
         )  # fmt: skip
 
     @property
@@ -285,8 +286,13 @@ class PredictedRun:
             sections[section][key] = getattr(self, field)
         sections["parallel"] |= {"strategy": strategy, "dp_replicate": copies if copies > 1 else 0}
         sections["model"]["activation_checkpointing"] = str(self.recompute)
+        sections["model"]["fused"] = "auto"
         changed = {name: dataclasses.replace(getattr(requested, name), **values) for name, values in sections.items()}
-        return dataclasses.replace(requested, adapter=self.adapter, **changed)
+        config = dataclasses.replace(requested, adapter=self.adapter, **changed)
+        if requested.model.fused == "auto" and config.fuses(self.llama.is_fusible) == self.fused:
+            return config
+        fused: Literal["true", "false"] = "true" if self.fused else "false"
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, fused=fused))
 
     @property
     def shards(self) -> int:

@@ -408,7 +408,7 @@ def single_changes(run: PredictedRun) -> list[tuple[str, str, PredictedRun]]:
         ("--parallel.offload", " optimizer", change(offload="optimizer")),
         ("--parallel.offload", " all", change(offload="all")),
         ("--model.loss", " chunked", change(loss="chunked")),
-        ("--model.compile", " true (different rounding)", change(compiled=True)),
+        ("--model.compile", " true (different rounding)", change(compiled=True, fused=False)),
         ("--model.fused", " true (different rounding)", change(fused=True)),
         ("--model.activations", " host", change(activations="host")),
         *(
@@ -632,7 +632,6 @@ def untested_features(run: PredictedRun) -> str:
         "--model.activations host" * (run.activations == "host"),
         "--model.compile true" * run.compiled,
         f"--parallel.numerics {run.numerics}" * (run.numerics in ("fp8", "bf16-stochastic")),
-        "--model.fused true" * run.fused,
         f"--parallel.prefetch {run.prefetch}" * bool(run.prefetch),
         f"--parallel.reshard_after_forward {run.kept_by}" * bool(run.kept_by),
         f"--model.activation_checkpointing {run.recompute}" * (run.recompute != FULL_RECOMPUTE),

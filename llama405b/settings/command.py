@@ -140,7 +140,8 @@ def json_schema() -> dict[str, Json]:
 
 def _type_schema(type_: Any) -> dict[str, Any]:
     if typing.get_origin(type_) is Literal:
-        return {"enum": list(typing.get_args(type_))}
+        choices = typing.get_args(type_)
+        return {"enum": [*choices, *(value for value in (True, False) if json.dumps(value) in choices)]}
     if typing.get_origin(type_) is tuple:
         item_type, *more_types = typing.get_args(type_)
         array = {"type": "array", "items": {"type": JSON_TYPES[item_type]}}

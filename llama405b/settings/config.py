@@ -369,6 +369,8 @@ def coerce(key: str, value: Json, origin: str) -> Any:
         return _coerce_list(key, value, origin)
     if typing.get_origin(type_) is Literal:
         choices = typing.get_args(type_)
+        if isinstance(value, bool):
+            value = json.dumps(value)
         if value in choices:
             return value
         if new_name := RENAMED.get(f"{key} {value}"):

@@ -265,11 +265,11 @@ def _check_model(model: Model, parallel: Parallel, adapter: Adapter) -> Iterator
 def _check_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
     if parallel.numerics == "fp8" and parallel.is_fsdp1:
         yield "parallel.numerics", "fp8 needs FSDP2; use fsdp2, or fp32-master"
-    if parallel.numerics == "fp8" and model.fused:
+    if parallel.numerics == "fp8" and model.fused == "true":
         yield "model.fused", "a fused MLP computes in BF16, not FP8; leave it out, as compile fuses FP8 layers"
     if not model.compile:
         return
-    if model.fused:
+    if model.fused == "true":
         yield "model.compile", "compile already fuses the whole layer; leave out fused or compile"
     if model.activation_checkpointing == "auto" or model.activation_checkpointing.startswith("operators"):
         yield (

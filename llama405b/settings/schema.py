@@ -182,10 +182,10 @@ class Model:
         False,
         "torch.compile decoder layers, one graph for all: norms, rotary embedding and activations become few kernels (different rounding)",
     )
-    fused: bool = option(
-        False,
+    fused: Literal["auto", "true", "false"] = option(
+        "auto",
         "compute RMSNorm in one kernel, and SwiGLU keeping two tensors instead of four; each is used only if a check passes on every "
-        "rank (different rounding)",
+        "rank (different rounding). auto: with BF16, FSDP2 and a model that has both, but not with compile, fp8 or adapters",
     )
     resize_vocabulary: bool = option(
         False,
@@ -616,6 +616,13 @@ class Config:
     timeouts: Timeouts = Timeouts()
     evaluation: Evaluation = Evaluation()
     tracking: Tracking = Tracking()
+
+    def fuses(self, is_fusible: bool) -> bool:
+        """Return whether ``model.fused`` is on; ``is_fusible``: that of the model's shape."""
+        if self.model.fused != "auto":
+            return self.model.fused == "true"
+        is_bf16 = self.parallel.numerics not in ("fp32", "fp8")
+        return is_fusible and is_bf16 and not (self.model.compile or self.adapter.is_enabled or self.parallel.is_fsdp1)
 
     @property
     def auto_setting(self) -> str:

@@ -183,6 +183,11 @@ class Llama:
     family: Family = LLAMA
     window: int = 0  # tokens that attention sees, in some or all layers; 0: all before
 
+    @property
+    def is_fusible(self) -> bool:
+        """Whether fused kernels can compute both its norms and its MLP."""
+        return (self.family.norm_start, self.family.mlp, self.mlp_bias) == (LLAMA.norm_start, LLAMA.mlp, False)
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return every parameter's name in a checkpoint, and its shape (out features first)."""
         hidden = self.hidden

@@ -226,7 +226,7 @@ def build_model(
             if reason := llama.compile_unsupported_reason(context.rank.device):
                 raise UserError(f"--model.compile: {reason}; install it, or remove the setting")
         llama.compile_layers(result.module)
-    kernels = _fuse_kernels(result.module, config, hf_config, context) if config.model.fused else []
+    kernels = _fuse_kernels(result.module, config, hf_config, context) if config.fuses(shape.is_fusible) else []
     checkpoint_activations(result.module, Recompute.parse(config.model.activation_checkpointing))
     origin = f"{result.origin}, {time.monotonic() - start_s:.1f} s"
     for line in [*_describe_model(config, attention, context, shape, origin, is_trained=is_trained), *kernels]:

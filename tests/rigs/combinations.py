@@ -23,7 +23,7 @@ from tiny_models import write_llama
 # The settings of each feature; those that set one setting differently exclude each other.
 FEATURES = {
     "compile": {"model.compile": True},
-    "fused": {"model.fused": True},
+    "fused": {"model.fused": "true"},
     "fp8": {"parallel.numerics": "fp8"},
     "stochastic": {"parallel.numerics": "bf16-stochastic"},
     "pure-bf16": {"parallel.numerics": "pure-bf16"},

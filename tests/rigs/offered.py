@@ -49,8 +49,8 @@ ASKED = [  # settings, by section
     {"parallel": {"strategy": "ddp"}},
     {"parallel": {"prefetch": 2}},
     {"adapter": LORA},
-    {"adapter": LORA, "model": {"fused": True}},
-    {"model": {"fused": True}},
+    {"adapter": LORA, "model": {"fused": "true"}},
+    {"model": {"fused": "false"}},
     {"model": {"compile": True}},
     {"model": {"activations": "host"}},
     {"optimizer": {"kind": "lion"}},
@@ -163,7 +163,7 @@ def kind_of(model, config):
         model, parallel.strategy, *(min(2, size) for size in (parallel.tp, parallel.cp, parallel.pp)), copies, parallel.pp_schedule,
         parallel.numerics, parallel.offload, parallel.moments, parallel.fsdp_unit, parallel.fsdp_embedding, parallel.prefetch > 0,
         parallel.reshard_after_forward > 0, recompute, config.model.activations, config.model.loss, config.model.compile,
-        config.model.fused, config.adapter.is_enabled, config.optimizer.kind,
+        config.fuses(parse_llama(MODELS[model], model).is_fusible), config.adapter.is_enabled, config.optimizer.kind,
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def small_config(kind):
     return Config(
         Model(
             weights="random", attention="sdpa", activation_checkpointing=kind.recompute, activations=kind.activations, loss=kind.loss,
-            compile=kind.compile, fused=kind.fused,
+            compile=kind.compile, fused="true" if kind.fused else "false",
         ),
         Data(paths=("any",), seq_len=SEQ),
         Training(global_batch_size=BATCH, micro_batch_size=1),

@@ -71,7 +71,7 @@ def test_the_estimates_are_those_that_are_computed():
     rows = re.findall(r"^\| (llama3\S+) \| (\S+) \| (none|optimizer|all) \| (\d+) \|.*$", text, re.MULTILINE)
     assert len(rows) == 10
     for model, numerics, offload, gpus in rows:
-        load = PredictedRun(parse_llama(shapes[model], model), numerics, offload, int(gpus))
+        load = PredictedRun(parse_llama(shapes[model], model), numerics, offload, int(gpus), fused=True)
         assert table_row(model, load) in text
     [row] = [line for line in text.splitlines() if line.startswith("| llama3.1-405b | fp32-master | all | 64 |")]
     allocated, reserved, ram, seconds = re.search(r"(\d+) / (\d+) GiB \| (\d+) GiB .* (\d+) s \|", row).groups()

@@ -100,7 +100,7 @@ def test_a_change_is_no_gain_where_only_its_batch_is_larger(capsys):
     assert tries == []
     lines = asked(capsys, *words, "16")[1]
     assert any("--model.activations host: " in line for line in lines)
-    assert any("--parallel.cp 8: " in line for line in asked(capsys, *SCREENS["too long"])[1])
+    assert any("--parallel.cp 4: " in line for line in asked(capsys, *SCREENS["too long"])[1])
 
 
 def test_one_change_of_a_setting_is_named_and_hosts_and_network_are_two():

@@ -142,16 +142,16 @@ def test_adapters_of_large_ranks_take_time(capsys):
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        ("12", "not as predicted: 2.46 of"),
-        ("5", "as predicted: 1.03 of"),
-        ("3", "not as predicted: 0.62 of"),
+        ("12", "not as predicted: 2.69 of"),
+        ("5", "as predicted: 1.12 of"),
+        ("3", "not as predicted: 0.67 of"),
         ("1", ""),
     ],
 )
 def test_a_measured_step_is_compared_with_the_range(capsys, seconds, words):
     out = asked(capsys, "--preset", "llama3.1-8b", "--nodes", "1", "--measured", seconds)[1]
     [line] = [line for line in out.splitlines() if line.startswith(("compared", "IMPOSSIBLE"))]
-    assert line.startswith(f"compared     {seconds} s a step, {words} 4.9 (" if words else "IMPOSSIBLE   a step of 1 s")
+    assert line.startswith(f"compared     {seconds} s a step, {words} 4.5 (" if words else "IMPOSSIBLE   a step of 1 s")
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_a_measured_step_is_compared_with_the_range(capsys, seconds, words):
         ("1e6", r"[\d.]+ \(.*\) s"),
         ("4e7", r"[\d.]+ \(.*\) min"),
         ("3e9", r"[\d.]+ \(.*\) h"),
-        ("1e10", r"[\d.]+ \(.*\) days"),
+        ("1e11", r"[\d.]+ \(.*\) days"),
     ],
 )
 def test_a_total_is_told_in_the_unit_that_suits_it(capsys, tokens, took):
     out = asked(capsys, "--preset", "llama3.1-8b", "--nodes", "1", "--tokens", tokens)[1]
-    assert re.search(rf"^{float(tokens):,.0f} tokens: {took}, \d+ GPU-hours", out, re.MULTILINE)
+    assert re.search(rf"^{float(tokens):,.0f} tokens: {took}, [\d,]+ GPU-hours", out, re.MULTILINE)
 
 
 def test_what_is_reserved_in_fp32_is_not_known(capsys):
@@ -236,22 +236,20 @@ def test_what_helps_most_is_said_first(capsys):
     words = [*LARGE, "--nodes", "8", "--parallel.offload", "none", "--parallel.numerics", "pure-bf16"]
     lines = asked(capsys, *words)[1].splitlines()
     [first] = [line for line in lines if line.startswith("try ")]
-    assert first == "try          --parallel.offload all: +0% a GPU, 43 / 57 GiB, 396 a host"
+    assert first == "try          --parallel.offload all: +0% a GPU, 42 / 57 GiB, 396 a host"
     wrap = ["--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"]
     code, found = record(capsys, *words, *wrap)
     sizes = [round(found[name] / (1 << 30)) for name in ("gpu_bytes", "gpu_reserved_bytes")]
-    assert (code, found["fits"], sizes) == (EXIT_FAILED, "retries", [70, 85])
+    assert (code, found["fits"], sizes) == (EXIT_FAILED, "retries", [69, 83])
     small = ["--preset", "llama3.1-70b", "--nodes", "2", "--gpu", "a100-40"]
     [other] = [line for line in asked(capsys, *small)[1].splitlines() if "--parallel.offload all: " in line]
     away, there = (record(capsys, *small, "--parallel.offload", place)[1]["tokens_per_s"] for place in ("all", "none"))
     assert f"offload all: {round(100 * (away / there - 1)):+d}% a GPU, " in other
     large = [*LARGE, "--nodes", "4", "--ram", "4000GiB", "--gpu", "h200-141"]
-    pair = (
-        "--training.micro_batch_size 2 --model.fused true"  # which saves the memory that the larger micro-batch takes
-    )
-    [best] = [line for line in asked(capsys, *large)[1].splitlines() if f"{pair}: " in line]
-    gain = int(re.search(rf"{pair}: \+(\d+)% a GPU, ", best)[1])
-    one, two = (record(capsys, *large, *more)[1]["tokens_per_s"] for more in ([], pair.split()))
+    change = "--training.micro_batch_size 2"
+    [best] = [line for line in asked(capsys, *large)[1].splitlines() if f"{change}: " in line]
+    gain = int(re.search(rf"{change}: \+(\d+)% a GPU, ", best)[1])
+    one, two = (record(capsys, *large, *more)[1]["tokens_per_s"] for more in ([], change.split()))
     assert round(100 * (two / one - 1)) == gain
 
 

@@ -89,7 +89,7 @@ fsdp_config: {fsdp_offload_params: true}
 """)
     assert code == 0
     assert found == {
-        "model.path": "models/Meta-Llama-3.1-8B", "model.fused": True, "model.activation_checkpointing": "full",
+        "model.path": "models/Meta-Llama-3.1-8B", "model.fused": "true", "model.activation_checkpointing": "full",
         "data.paths": ["hf://datasets/mlabonne/FineTome-100k", "./mine.jsonl"], "data.seq_len": 4096,
         "evaluation.fraction": 0.02, "evaluation.every": "epoch", "training.micro_batch_size": 2, "training.global_batch_size": 64,
         "training.epochs": 1.0, "optimizer.decay": "cosine", "optimizer.lr": 2e-5, "optimizer.warmup": 0.1,
