@@ -98,7 +98,11 @@ def unsupported_reason(name: str, config: PreTrainedConfig, device: torch.device
     if name == "RMSNorm" and family.norm_start != LLAMA.norm_start:
         return "this model's norms multiply by 1 + weight"
     kind, fused = FORWARDS[name]
-    small = LlamaConfig(hidden_size=config.hidden_size, intermediate_size=min(config.intermediate_size, MAX_WIDTH))
+    small = LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=min(config.intermediate_size, MAX_WIDTH),
+        num_attention_heads=1,  # the default, 32, need not divide the hidden size
+    )
     generator = torch.Generator().manual_seed(0)
     module = kind(config.hidden_size, config.rms_norm_eps) if kind is LlamaRMSNorm else kind(small)
     for weight in module.parameters():

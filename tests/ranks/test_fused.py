@@ -68,6 +68,8 @@ def _kept(forward):
 @pytest.mark.parametrize("name", fused.FORWARDS)
 def test_what_computes_as_well_is_used(name, dtype):
     assert fused.unsupported_reason(name, CONFIG, CPU, dtype) == ""
+    narrow = LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=2)
+    assert fused.unsupported_reason(name, narrow, CPU, dtype) == ""
 
 
 @pytest.mark.parametrize(
