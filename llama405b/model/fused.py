@@ -35,6 +35,8 @@ def fused_mlp(module: LlamaMLP, x_Th: Tensor) -> Tensor:
     """Replace the forward of ``LlamaMLP``; saves only the outputs of the gate and up projections."""
     weight_hf = module.down_proj.weight
     product_Tf = _SwiGLU.apply(module.gate_proj(x_Th), module.up_proj(x_Th), weight_hf)
+    if product_Tf.grad_fn is None:  # all before it is frozen, or there is no backward
+        return functional.linear(product_Tf, weight_hf)
     out_Th: Tensor = _DownProjection.apply(product_Tf, weight_hf)
     return out_Th
 
@@ -69,12 +71,14 @@ class _DownProjection(torch.autograd.Function):
         return functional.linear(product_Tf, weight_hf)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         [gradient_Th] = gradients
         gate_Tf, up_Tf, weight_hf = ctx.keeper.saved_tensors
         silu_Tf = functional.silu(gate_Tf)
         ctx.keeper.unpacked = gate_Tf, up_Tf, silu_Tf
-        weight = gradient_Th.flatten(0, -2).T @ (silu_Tf * up_Tf).flatten(0, -2)
+        weight = None
+        if ctx.needs_input_grad[1]:  # else it is frozen
+            weight = gradient_Th.flatten(0, -2).T @ (silu_Tf * up_Tf).flatten(0, -2)
         return gradient_Th @ weight_hf, weight
 
 

@@ -235,7 +235,7 @@ def read_flags(args: Sequence[str]) -> dict[str, SourcedValue]:
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
-            elif type_ is bool:
+            elif type_ is bool or "true" in typing.get_args(type_):
                 value = "true"
             else:
                 raise UserError(f"{flag}: no value given; write {flag} VALUE")
@@ -424,7 +424,7 @@ def _parse_flag(text: str, type_: Any, flag: str) -> Json:
                 raise UserError(f'{flag}: {text!r} is not a list; write it as a,b or ["a", "b"]') from None
         item_type = typing.get_args(type_)[0]
         return [_parse_flag(part, item_type, flag) for part in text.split(",") if part]
-    if type_ is bool:
+    if type_ is bool or "true" in typing.get_args(type_):
         return SWITCHES.get(text.lower(), text)
     if type_ in (int, float):
         with contextlib.suppress(ValueError):
