@@ -5,7 +5,8 @@
 Each mutation of mutations.toml, or with ``random`` each mutant of mutants.toml that a test killed, is tried in a copy of this checkout,
 with the tests that it names alone; ``WORDS``: only those whose text or tests have them. Exit code 1 if one survives, or does not apply
 any more, or if its tests fail without it. The tests named in mutations.toml are those that were once longer: when one is merged,
-shortened, or started with a fake trainer, this tells whether it still sees what it is for. Half an hour.
+shortened, or started with a fake trainer, this tells whether it still sees what it is for. Half an hour. Those with tests on the
+stand-in need it built (``tests/standin/device/build.sh .venv/bin/python``).
 """
 
 import contextlib

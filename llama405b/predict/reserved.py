@@ -9,7 +9,7 @@ A freed block serves only the stream on which it was allocated, so each stream's
 of its own (two units, and the embedding), and reduces gradients on another, from which offloaded gradients go to the host. Everything else
 is on the compute stream, with one micro-batch also gradients that stay (``parallel.fsdp``),
 and there free blocks do not always suit the next request. So steps are walked through block by block, in the order of torch's own history
-(blocks.toml); tests/data/reserved.csv has what torch reserved in 113 settings.
+(blocks.toml); tests/data/reserved.csv has what torch reserved in 131 settings.
 
 Known only for BF16 computation, as FP32 attention is another kernel, and for layers that are neither compiled nor in FP8. The sequences of
 a micro-batch count as one with as many tokens. The memory of NCCL and CUDA is not included, nor what loading, evaluations and saves leave.

@@ -234,7 +234,7 @@ class PredictedRun:
     recompute: Recompute = FULL_RECOMPUTE
     activations: Activations = "device"
     compiled: bool = False  # memory is taken as that without
-    fused: bool = False  # likewise
+    fused: bool = False  # norms and MLPs
     prefetch: int = 0  # FSDP units that are gathered ahead; 0: one, in the backward
     kept_by: int = 0  # ranks that keep a unit gathered between forward and backward; 0: none do
     adapter: Adapter = NO_ADAPTER  # what alone is trained

@@ -235,7 +235,7 @@ def read_flags(args: Sequence[str]) -> dict[str, SourcedValue]:
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
-            elif type_ is bool or "true" in typing.get_args(type_):
+            elif _is_switch(type_):
                 value = "true"
             else:
                 raise UserError(f"{flag}: no value given; write {flag} VALUE")
@@ -414,6 +414,11 @@ def _has_type(value: Json, type_: type) -> bool:
     return isinstance(value, type_) and (type_ is bool or not isinstance(value, bool))
 
 
+def _is_switch(type_: Any) -> bool:
+    """Check whether a setting can be turned on and off: a bool, or a choice of more than that."""
+    return type_ is bool or "true" in typing.get_args(type_)
+
+
 def _parse_flag(text: str, type_: Any, flag: str) -> Json:
     """Parse a flag's text as its setting's type; return text that does not parse unchanged."""
     if typing.get_origin(type_) is tuple:
@@ -424,7 +429,7 @@ def _parse_flag(text: str, type_: Any, flag: str) -> Json:
                 raise UserError(f'{flag}: {text!r} is not a list; write it as a,b or ["a", "b"]') from None
         item_type = typing.get_args(type_)[0]
         return [_parse_flag(part, item_type, flag) for part in text.split(",") if part]
-    if type_ is bool or "true" in typing.get_args(type_):
+    if _is_switch(type_):
         return SWITCHES.get(text.lower(), text)
     if type_ in (int, float):
         with contextlib.suppress(ValueError):

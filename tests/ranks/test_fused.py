@@ -87,6 +87,21 @@ def test_what_computes_something_else_is_not(monkeypatch, name, wrong, why):
     assert why in fused.unsupported_reason(name, CONFIG, CPU, torch.bfloat16)
 
 
+@pytest.mark.parametrize("frozen", [("down_proj",), ("gate_proj", "up_proj")])
+def test_a_frozen_matrix_has_no_gradient_and_the_others_theirs(frozen):
+    module, x_Th = LlamaMLP(CONFIG), torch.randn(8, CONFIG.hidden_size)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    found, expected = (
+        torch.autograd.grad(forward(module, x_Th).square().sum(), weights)
+        for forward in (fused.fused_mlp, LlamaMLP.forward)
+    )
+    torch.testing.assert_close(found, expected)
+    fused.fused_mlp(module, x_Th).sum().backward()
+    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in module.parameters())
+
+
 def test_another_mlp_stays_as_it_is():
     gelu = LlamaConfig(hidden_size=96, intermediate_size=160, hidden_act="gelu")
     assert (

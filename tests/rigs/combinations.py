@@ -70,7 +70,7 @@ def settings_of(names):
 def config_of(names):
     """Return the configuration of a combination of features; FP32 unless one of them has other numerics."""
     sections = {
-        "model": Model(path="any", attention="sdpa"),
+        "model": Model(path="any", attention="sdpa", fused="false"),
         "data": Data(paths=("any",), seq_len=SEQ),
         "training": Training(global_batch_size=BATCH, micro_batch_size=1),
         # With an eps of 1 AdamW's update is about lr times the gradient's mean: it shows each gradient's size.

@@ -167,6 +167,11 @@ def test_a_bad_flag_is_named(flags, words):
     assert words in refusal(command.parse, [*GIVEN, *flags])
 
 
+@pytest.mark.parametrize(("words", "value"), [([], "true"), (["off"], "false"), (["Yes"], "true"), (["auto"], "auto")])
+def test_a_choice_of_more_than_on_and_off_is_a_switch_too(words, value):
+    assert config.resolve(config.read_flags([*GIVEN, "--model.fused", *words])).model.fused == value
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

@@ -67,6 +67,7 @@ def test_axolotl(imported):
     code, found, out = imported("""
 base_model: NousResearch/Meta-Llama-3.1-8B
 liger_rms_norm: true
+liger_glu_activation: false
 datasets:
   - {path: mlabonne/FineTome-100k, type: chat_template, field_messages: conversations}
   - {path: ./mine.jsonl, type: chat_template}
